@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lamina.models import (
@@ -148,6 +149,49 @@ def test_grouped_products_equal_the_loop(counts, activation, dtype):
         for found, expected in zip(results[path], results["loop"], strict=True):
             bound = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
             torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+
+
+class Blackwells(torch.autograd.Function):
+    """A stand-in for grouped_mm that leaves the gradients of groups without rows unwritten."""
+
+    @staticmethod
+    def forward(ctx, rows, stack, offs):
+        ctx.save_for_backward(rows, stack, offs)
+        return GROUPED_MM(rows, stack, offs=offs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, stack, offs = ctx.saved_tensors
+        by_stack = unwritten(rows.t(), grad, offs=offs)
+        return GROUPED_MM(grad, stack.transpose(1, 2), offs=offs), by_stack, None
+
+
+GROUPED_MM = F.grouped_mm
+
+
+def unwritten(left, right, *, offs):
+    if right.ndim == 3:
+        return Blackwells.apply(left, right, offs)
+    found = GROUPED_MM(left, right, offs=offs)
+    found[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+    return found
+
+
+@pytest.mark.parametrize("sunk", [False, True])
+def test_experts_without_rows_have_no_gradient_whatever_the_kernel_left(sunk, monkeypatch):
+    torch.manual_seed(0)
+    experts = GroupedExperts(4, 16, 8, init_std=0.3, path="loop")
+    x, rows = draw(8, 16).float(), torch.tensor((3, 0, 5, 0))
+    wanted = {}
+    for path in ("loop", "grouped"):
+        experts.path = path
+        if path == "grouped":
+            monkeypatch.setattr(F, "grouped_mm", unwritten)
+            monkeypatch.setattr("lamina.models.moe.experts.may_sink", lambda _: sunk)
+        experts(ExpertRows(x, rows)).square().sum().backward()
+        wanted[path] = [experts.up.grad, experts.down.grad]
+        experts.zero_grad()
+    torch.testing.assert_close(wanted["grouped"], wanted["loop"])
 
 
 def test_an_expanded_gradient_is_no_trouble():

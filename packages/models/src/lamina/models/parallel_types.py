@@ -48,7 +48,7 @@ from lamina.models.layers.loss import _CrossEntropy, _LinearCrossEntropy
 from lamina.models.layers.norms import _RMSNormOnCPU
 from lamina.models.moe import dispatcher, losses, router
 from lamina.models.moe.exchange import RowExchange, _Receive, _Send
-from lamina.models.moe.experts import _ContiguousGradient, _ExpertProduct
+from lamina.models.moe.experts import _ContiguousGradient, _ExpertProduct, _NoRowsNoGradient
 from lamina.models.moe.layer import MoELayer
 from lamina.models.moe.losses import _Inject
 from lamina.models.moe.routing import _CopiesToRows, _RowsToTokens
@@ -73,6 +73,7 @@ _LOCAL: tuple[type[torch.autograd.Function], ...] = (
     _CopiesToRows,
     _ExpertProduct,
     _LookUp,
+    _NoRowsNoGradient,
     _RMSNormOnCPU,
     _RowsToTokens,
 )

@@ -74,8 +74,10 @@ def expert_product(rows: Tensor, weight: Tensor, runs: ExpertRuns) -> Tensor:
     """`rows @ weight[e].T` for the rows `[rows, in]` of each expert e of `[experts, out, in]`."""
     if may_sink(weight):
         return applied(_ExpertProduct, rows, weight, runs)
-    results = runs.multiply(rows, weight.transpose(1, 2))
-    return applied(_ContiguousGradient, results) if runs.way == "grouped" else results
+    if runs.way != "grouped":
+        return runs.multiply(rows, weight.transpose(1, 2))
+    weight = applied(_NoRowsNoGradient, weight, runs.counts)
+    return applied(_ContiguousGradient, runs.multiply(rows, weight.transpose(1, 2)))
 
 
 class ExpertGradients:
@@ -95,7 +97,8 @@ class ExpertGradients:
         if runs.way == "batched":
             return torch.bmm(runs.batched(grad).transpose(1, 2), runs.batched(x))
         if runs.way == "grouped":
-            return F.grouped_mm(grad.t(), x, offs=runs.ends)
+            found = F.grouped_mm(grad.t(), x, offs=runs.ends)
+            return found.masked_fill_(_without_rows(runs.counts), 0)
         parts = zip(torch.split(grad, runs.sizes), torch.split(x, runs.sizes), strict=True)
         return torch.stack([each.t() @ rows for each, rows in parts])
 
@@ -141,6 +144,27 @@ class _ExpertProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = weight_gradient(gradients, ctx.parameter, rows)
         return grad_rows, grad_weight, None
+
+
+# Note [Gradients of experts without rows]
+# On Blackwell GPUs grouped_mm is reported not to write the product of a group whose inner dimension
+# is 0, so the gradient of such an expert is what its memory held before (pytorch issue 172439).
+def _without_rows(counts: Tensor) -> Tensor:
+    """Which experts have no rows: bool `[experts, 1, 1]`."""
+    return (counts == 0)[:, None, None]
+
+
+class _NoRowsNoGradient(torch.autograd.Function):
+    """See Note [Gradients of experts without rows]; passes weights `[experts, out, in]` on."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.masked_fill(_without_rows(*ctx.saved_tensors), 0), None
 
 
 class _ContiguousGradient(torch.autograd.Function):

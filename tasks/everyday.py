@@ -31,6 +31,7 @@ def train(session: nox.Session) -> None:
     try:
         run(
             session, "python", "tasks/torchrun.py", last, "--standalone",
+            "--local-addr=127.0.0.1",  # the machine's own name may have no address
             f"--nproc-per-node={ranks}", job, *words,
             env={"OMP_NUM_THREADS": threads},
             interrupt_timeout=90,  # Ctrl-C leaves a checkpoint

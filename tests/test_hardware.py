@@ -72,6 +72,15 @@ def test_the_main_job_understands_its_options(monkeypatch):
             check(options.load(words, "cuda"), 1)
 
 
+def test_ranks_of_torchrun_find_each_other_where_the_machine_has_no_address(tmp_path):
+    """A machine that is lent has no network: nothing may look for its name."""
+    (tmp_path / "told.py").write_text("import os; print(os.environ['MASTER_ADDR'])")
+    step = Step("one", "told", f"torchrun --nproc-per-node=1 {tmp_path}/told.py")
+    words = step.command(False, sys.executable, str(tmp_path))
+    told = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert told.stdout.split() == ["127.0.0.1"], told.stderr
+
+
 def test_correctness_comes_first_and_one_gpu_is_enough():
     plan = gpu()
     kinds = [step.figures for step in plan]

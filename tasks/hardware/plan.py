@@ -9,11 +9,13 @@ from tasks.bootstrap import LAYERS
 
 __all__ = ["Step", "choose", "gpu", "parts", "validate"]
 
-# The first word of a command, and what stands for it. `python` is the one that has torch.
+# The first word of a command, and what stands for it. `python` is the one that has torch. Without
+# an address torchrun's ranks look for each other under the machine's name, for minutes where a
+# machine without a network has none for it.
 TOOLS = {
     "python": "python",
     "pytest": "python -m pytest -p lamina_testing.plugin -v",
-    "torchrun": "python -m torch.distributed.run --standalone",
+    "torchrun": "python -m torch.distributed.run --standalone --local-addr=127.0.0.1",
 }
 
 

@@ -208,8 +208,10 @@ def _host_name(machine: Machine, env: Environment) -> EnvironmentProblem | None:
     return EnvironmentProblem(
         "host name",
         "without an address",
-        "gloo falls back to the loopback interface, which other machines can't reach.",
-        "Set GLOO_SOCKET_IFNAME to the interface between the machines (ip -br addr lists them).",
+        "gloo falls back to the loopback interface, which other machines can't reach, and ranks of "
+        "torchrun wait for each other in vain.",
+        "Set GLOO_SOCKET_IFNAME to the interface between the machines (ip -br addr lists them), "
+        "and give torchrun --local-addr: on one machine 127.0.0.1.",
         "note",
     )
 

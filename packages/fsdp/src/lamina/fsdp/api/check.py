@@ -216,6 +216,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     if not given.as_rank:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--local-addr=127.0.0.1"]  # the machine's own name may have no address
         launcher += [f"--nproc-per-node={given.ranks}", "-m", "lamina.fsdp.api.check", "--as-rank"]
         rest = list(sys.argv[1:] if words is None else words)
         return subprocess.run([sys.executable, *launcher, *rest], check=False).returncode

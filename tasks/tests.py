@@ -33,6 +33,14 @@ def slow(session: nox.Session) -> None:
 
 
 @task(default=False)
+def architectures(session: nox.Session) -> None:
+    """The main job's architectures, tiny, over eight layouts: four ranks over gloo, fake ones."""
+    chosen = ["--slow", "-k", "(trains and ranks4) or planned_over"]
+    place = "examples/tests/test_architectures.py"
+    pytest(session, *workers("load"), *SLOWEST, place, *chosen, *session.posargs)
+
+
+@task(default=False)
 def order(session: nox.Session) -> None:
     """Records the streams of each scenario, then deletes each wait; `-- --keep` writes a record."""
     run(session, "python", "tests/order_scenarios.py", *session.posargs)

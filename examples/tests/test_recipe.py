@@ -13,123 +13,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from options import load
+from recipe_runs import (
+    PRETRAIN,
+    SETTINGS,
+    STEPS,
+    check_layouts,
+    losses,
+    one_process,
+    settings,
+    size,
+    train_here,
+)
 
 from lamina_testing.client import ForkServer
 from lamina_testing.programs import Ended, run_ranks
-
-PRETRAIN = Path(__file__).parents[1] / "pretrain"
-sys.path.insert(0, str(PRETRAIN))  # ranks are processes of their own
-
-MODELS = (
-    "gpt",
-    "gpt2",
-    "llama3-8b",
-    "llama3-70b",
-    "mixtral-8x7b",
-    "deepseek-v3",
-    "mamba-hybrid",
-    "vision-language",
-)
-STEPS = 3
-SETTINGS = f"""
-tiny = true
-[data]
-path = "{PRETRAIN}"
-held_out = 0.2
-[train]
-steps = {STEPS}
-batch_size = 8
-microbatches = 2
-learning_rate = 1e-3
-warmup_steps = 1
-[eval]
-every = 1000
-tokens = 64
-samples = 0
-[log]
-tensorboard = false
-"""
-
-
-def settings(directory: Path, model: str, *options: str) -> list[str]:
-    """The command line of a small run: the architecture's kinds, without its schedule."""
-    path = directory / f"settings{os.getpid()}.toml"
-    path.write_text(SETTINGS)
-    steps = ["--train.steps", str(STEPS), "--eval.samples", "0", "--eval.tokens", "64"]
-    return ["--config", str(path), "--model", model, *steps, *options]
-
-
-def train_here(directory: Path, words: list[str]) -> None:
-    """Run the job in this process, which is a rank."""
-    from options import configure
-    from train import train
-
-    from lamina.mesh import init_distributed
-
-    with init_distributed() as runtime:
-        train(configure(["--run.directory", str(directory), *words], runtime), runtime)
-    dist.barrier()  # the first rank writes the report
-
-
-def losses(directory: Path) -> list[float]:
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
-
-
-def one_process(directory: Path, words: list[str]) -> list[float]:
-    """The same model on the same batches: plain PyTorch, no mesh, the whole batch at once."""
-    from build import learning_rate, model_shape
-    from data import Windows, open_corpus, slice_of_step
-    from options import load
-
-    from lamina.models import GPTModel, VisionLanguageModel
-
-    config = load(words, "cpu")
-    corpus = open_corpus(config.data, directory / "data")
-    shape = model_shape(config, corpus.tokenizer.vocab_size)
-    if shape.vision is None:
-        model = GPTModel(shape.language, seed=config.run.seed)
-    else:
-        token = shape.language.vocab_size - 1
-        model = VisionLanguageModel(
-            shape.vision, shape.language, image_token=token, seed=config.run.seed
-        )
-    train, samples = config.train, Windows(corpus.train, config.model.sequence_length)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(train.beta1, train.beta2),
-        weight_decay=train.weight_decay,
-    )
-    found = []
-    for step in range(train.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, train)
-        places = range(train.batch_size)
-        mine = slice_of_step(step, config.run.seed, len(samples), train.batch_size, places)
-        loss = model(**shape.arguments(*samples.batch(mine, torch.device("cpu"))))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
-def check_cell(directory: Path, model: str, mesh: str, *options: str) -> None:
-    """A run on these ranks has the losses of one process."""
-    words = settings(directory, model, "--mesh", mesh, *options)
-    train_here(directory / "run", words)
-    if dist.get_rank() == 0:
-        found = losses(directory / "run")
-        expected = one_process(directory / "run", words)
-        assert len(found) == STEPS
-        assert found[-1] < found[0]
-        # Each rank balances the load of its own tokens' experts, one process that of all tokens.
-        tolerance = 2e-2 if model in ("mixtral-8x7b", "deepseek-v3") else 2e-4
-        assert found == pytest.approx(expected, rel=tolerance)
-    dist.barrier()
 
 
 @pytest.mark.matrix(few=2)
@@ -144,46 +42,13 @@ def check_cell(directory: Path, model: str, mesh: str, *options: str) -> None:
     ],
 )
 def test_an_architecture_over_an_axis_trains_like_one_process(tmp_path, model, mesh, options):
-    check_cell(tmp_path, model, mesh, *options.split())
+    check_layouts(tmp_path, model, [mesh], *options.split())
 
 
 @pytest.mark.ranks(3, timeout=120)
 @pytest.mark.parametrize("options", ["--train.strategy 1", "--train.reproducible 1"])
 def test_eight_sequences_over_three_ranks_train_like_one_process(tmp_path, options):
-    check_cell(tmp_path, "gpt", "dp_shard=-1", *options.split())
-
-
-LAYOUTS = (
-    "dp_shard=8",
-    "dp_replicate=2,dp_shard=4",
-    "tp=2,dp_shard=4",
-    "cp=2,dp_shard=4",
-    "pp=2,dp_shard=4",
-    "tp=2,pp=2,dp_shard=2",
-    "ep=4,dp_shard=8",
-    "tp=2,cp=2,dp_shard=2",
-)
-
-
-def fits(model: str, mesh: str) -> bool:
-    """What is refused, with the reason, is no cell."""
-    experts = model in ("mixtral-8x7b", "deepseek-v3")
-    return not (
-        ("ep=" in mesh and not experts)
-        or ("pp=" in mesh and model == "vision-language")
-        or ("cp=" in mesh and model == "mamba-hybrid")
-    )
-
-
-CELLS = [(model, mesh) for model in MODELS for mesh in LAYOUTS if fits(model, mesh)]
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(8, timeout=300)
-@pytest.mark.parametrize(("model", "mesh"), CELLS)
-def test_every_architecture_trains_over_every_layout(tmp_path, model, mesh):
-    options = ("--train.batch-size", "16", "--model.dropout", "0")
-    check_cell(tmp_path, model, mesh, *options)
+    check_layouts(tmp_path, "gpt", ["dp_shard=-1"], *options.split())
 
 
 @pytest.mark.slow
@@ -193,7 +58,10 @@ def test_products_in_fp8_and_compiled_blocks_train(tmp_path):
     train_here(tmp_path / "run", words)
     exact = settings(tmp_path, "llama3-8b", "--mesh", "dp_shard=2")
     if dist.get_rank() == 0:
-        found, expected = losses(tmp_path / "run"), one_process(tmp_path / "run", exact)
+        found, expected = (
+            losses(tmp_path / "run"),
+            one_process(tmp_path / "run", load(exact, "cpu")),
+        )
         assert found != expected
         assert found == pytest.approx(expected, rel=2e-2)
 
@@ -206,7 +74,10 @@ def test_the_readmes_command_over_two_axes_in_fp8_compiled_trains_and_evaluates(
     train_here(tmp_path / "run", words)
     if dist.get_rank() == 0:
         exact = settings(tmp_path, "llama3-8b", *axes)
-        found, expected = losses(tmp_path / "run"), one_process(tmp_path / "run", exact)
+        found, expected = (
+            losses(tmp_path / "run"),
+            one_process(tmp_path / "run", load(exact, "cpu")),
+        )
         assert found == pytest.approx(expected, rel=2e-2)
         assert json.loads((tmp_path / "run" / "report.json").read_text())["held_out_loss"] > 0
 
@@ -214,9 +85,9 @@ def test_the_readmes_command_over_two_axes_in_fp8_compiled_trains_and_evaluates(
 @pytest.mark.slow  # two minutes of compiling
 @pytest.mark.ranks(2, timeout=400)
 def test_compiled_blocks_train_evaluate_and_write_to_the_end_of_a_run(tmp_path):
-    check_cell(tmp_path, "llama3-8b", "dp_shard=2", "--compile", "--eval.samples", "1")
+    check_layouts(tmp_path, "llama3-8b", ["dp_shard=2"], "--compile", "--eval.samples", "1")
     if dist.get_rank() == 0:
-        directory = tmp_path / "run"
+        directory = tmp_path / "dp_shard=2"
         assert "written" in (directory / "samples.txt").read_text()
         assert json.loads((directory / "report.json").read_text())["step"] == STEPS
 
@@ -230,7 +101,7 @@ def test_compiled_blocks_train_evaluate_and_write_to_the_end_of_a_run(tmp_path):
 def test_every_schedule_trains_like_one_process(tmp_path, schedule):
     # Two stages per rank, and as many microbatches as dualpipev asks for.
     options = ("--schedule", schedule, "--train.microbatches", "4")
-    check_cell(tmp_path, "llama3-8b", "pp=2", *options)
+    check_layouts(tmp_path, "llama3-8b", ["pp=2"], *options)
 
 
 @pytest.mark.ranks(2, timeout=120)
@@ -267,7 +138,7 @@ def test_a_run_goes_on_over_other_axes(tmp_path):
     train_here(tmp_path / "run", first)
     train_here(tmp_path / "run", rest)
     if dist.get_rank() == 0:
-        expected = one_process(tmp_path / "run", rest)
+        expected = one_process(tmp_path / "run", load(rest, "cpu"))
         found = losses(tmp_path / "run")
         assert len(found) == STEPS
         assert found == pytest.approx(expected, rel=2e-4)
@@ -292,11 +163,6 @@ def plan(dry_run: Callable[..., Ended], *words: str) -> str:
     return done.output
 
 
-def size(printed: str, label: str) -> float:
-    (line,) = [line for line in printed.splitlines() if line.startswith(f"{label}  ")]
-    return float(line.split()[-2]) * 2**20
-
-
 def words_to_plan(directory: Path) -> list[str]:
     return settings(
         directory, "llama3-8b", "--mesh", "dp_shard=2", "--precision", "fp32",
@@ -312,7 +178,6 @@ def printed(dry_run: Callable[..., Ended], tmp_path: Path) -> str:
 @pytest.mark.ranks(2, timeout=120)
 def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path, printed):
     from build import make_model, model_shape, shard
-    from options import load
 
     from lamina.collectives import Ledger
     from lamina.ddp import finalize_grads, memory_plan
@@ -361,48 +226,11 @@ def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path, printed):
         assert size(printed, "activations of 1 passes") == pytest.approx(kept, abs=weights)
 
 
-BILLIONS = {
-    "gpt2": 0.124, "llama3-8b": 8.03, "llama3-70b": 70.6, "mixtral-8x7b": 46.7,
-    "deepseek-v3": 671.0, "mamba-hybrid": 8.1, "vision-language": 8.35,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("model", list(BILLIONS))
-def test_architectures_have_the_published_number_of_parameters(model):
-    from build import model_shape, whole_size
-    from options import load
-
-    shape = model_shape(load(["--model", model], "cpu"), 256)
-    assert whole_size(shape) / 1e9 == pytest.approx(BILLIONS[model], rel=0.01)
-
-
 def test_a_plan_takes_no_memory_for_what_it_counts(dry_run):
     words = ["--model", "llama3-70b", "--model.num-layers", "2", "--mesh", "dp_shard=8"]
     done = dry_run(*words)
     assert size(done.output, "peak") > 8 << 30
     assert done.peak < 2 << 20  # KiB
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", list(BILLIONS))
-def test_every_architecture_is_planned_in_its_own_size(model, dry_run):
-    printed = plan(dry_run, "--model", model, "--ranks", "256")
-    assert float(printed.split()[1]) == pytest.approx(BILLIONS[model], rel=0.01)
-    assert size(printed, "all at the peak") > size(printed, "peak")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "mesh"), CELLS)
-def test_every_architecture_is_planned_over_every_layout(model, mesh, dry_run):
-    printed = plan(dry_run, "--model", model, "--tiny", "--mesh", mesh, "--train.batch-size", "16")
-    for pair in mesh.split(","):
-        axis, count = pair.split("=")
-        assert f"{axis:>12}{count:>6}" in printed
-    wide = [pair.split("=")[0] for pair in mesh.split(",") if pair.split("=")[1] != "1"]
-    if "ep" not in wide:
-        gradients = "dp_cp" if "cp" in wide else "dp_shard"  # parameters are cut over both
-        named = [gradients if axis == "dp_shard" else axis for axis in wide]
-        assert all(size(printed, axis) > 0 for axis in named if axis != "dp_replicate")
 
 
 @pytest.mark.matrix(few=1)

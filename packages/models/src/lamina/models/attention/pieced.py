@@ -81,7 +81,7 @@ class Block:
             )  # fmt: skip
             return found
         if _flash_on_cuda(query) and self.mask is None:
-            none = torch.empty(0, dtype=torch.int64, device="cpu")
+            none = torch.empty(0, dtype=torch.int64, device=query.device)
             # Without dropout the kernel reads no seed and offset, nor lengths of equal sequences.
             found = flash_attention_backward(
                 grad, query, _repeat(key, query), _repeat(value, query), out, logs.contiguous(),

@@ -95,6 +95,14 @@ def test_correctness_comes_first_and_one_gpu_is_enough():
         choose(plan, ["stepp"])
 
 
+def test_what_was_left_out_runs_by_its_numbers():
+    plan = gpu()
+    assert choose(plan, ["3", "2"]) == plan[1:3]
+    assert choose(plan, ["order", "1"]) == [plan[0], *(s for s in plan if s.part == "order")]
+    with pytest.raises(ValueError, match=f"and steps 1 to {len(plan)}"):
+        choose(plan, [str(len(plan) + 1)])
+
+
 def test_every_test_that_was_never_run_is_in_the_plan():
     """A test module that asks for a CUDA device at its top is one that no CPU runs."""
     words = {word for step in gpu() for word in step.run.split()}

@@ -36,7 +36,7 @@ def version(name):
         return m.version(name)
     except m.PackageNotFoundError:
         return "none"
-names = ("triton", "transformers", "megatron-fsdp", "pytest", "hypothesis")
+names = ("triton", "transformers", "tyro", "megatron-fsdp", "pytest", "hypothesis")
 cards = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
 found = {"Python": platform.python_version(), "torch": torch.__version__,
          "CUDA": str(torch.version.cuda), **{name: version(name) for name in names}}
@@ -57,7 +57,7 @@ def main(name: str, words: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     if options.plan:
-        show(choose(make(8), options.parts), options.rehearse)
+        show(make(8), choose(make(8), options.parts), options.rehearse)
         return 0
     python = interpreter()
     machine, cards = look(python)
@@ -71,7 +71,7 @@ def main(name: str, words: Sequence[str]) -> int:
 def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
     """Return what stands behind `-s NAME --`."""
     parser = argparse.ArgumentParser(f"noxfile.py -s {name} --", allow_abbrev=False)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="some of the plan; all if none")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="parts or numbers of steps; all if none")
     parser.add_argument("--rehearse", action="store_true", help="the whole plan, tiny, on a CPU")
     parser.add_argument("--plan", action="store_true", help="show the commands and end")
     parser.add_argument("--minutes", type=float, default=PLANS[name][1], help="for all together")
@@ -85,11 +85,12 @@ def no_driver() -> str:
     return "" if DRIVER.exists() else f"no NVIDIA driver is loaded ({DRIVER} does not exist)"
 
 
-def show(steps: Sequence[Step], rehearsal: bool) -> None:
-    """Print a plan."""
+def show(plan: Sequence[Step], steps: Sequence[Step], rehearsal: bool) -> None:
+    """Print steps of a plan, with their numbers in it."""
     for step in steps:
         words = shlex.join(step.command(rehearsal, "python", "OUT"))
-        print(f"{step.part:<12}{step.limit:>5} s  {step.name}\n{'':<21}{words}")
+        number = plan.index(step) + 1
+        print(f"{number:>3} {step.part:<12}{step.limit:>5} s  {step.name}\n{'':<25}{words}")
 
 
 def interpreter() -> str:
@@ -111,6 +112,7 @@ def environment() -> dict[str, str]:
     paths = [*map(str, sources), str(ROOT / "testing" / "src"), kept.get("PYTHONPATH", "")]
     # The plugin of the test bed is named on the command line, as it may not be installed.
     return {
+        "GLOO_SOCKET_IFNAME": "lo",  # all ranks are here, and the machine's name may have no address
         **kept,
         "PYTHONPATH": ":".join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
@@ -134,7 +136,7 @@ def look(python: str) -> tuple[dict[str, str], int]:
         "GPU": ", ".join(words) or "none",
         "cores": str(os.cpu_count()),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() if commit else "unknown",
+        "commit": (commit and commit.stdout.strip()) or "unknown",
         **found["versions"],
     }
     return machine, len(cards)

@@ -81,7 +81,7 @@ CHECKS = (
         "collectives of ranks that share a GPU, and of a world of one on NCCL",
         "python packages/collectives/tests/cuda_ranks.py",
         "python packages/collectives/tests/cuda_ranks.py cpu",
-        limit=90,
+        limit=120,  # seven worlds, each with processes of its own
     ),
     Step(
         "step",
@@ -275,12 +275,16 @@ def parts(plan: Iterable[Step]) -> list[str]:
 
 
 def choose(plan: Sequence[Step], words: Sequence[str]) -> list[Step]:
-    """Return the steps of the named parts; without words all.
+    """Return the steps of the named parts, or with these numbers, counted from 1; or else all.
 
     Raises:
-        ValueError: if a word names no part.
+        ValueError: if a word names no part and no step.
     """
-    if unknown := set(words) - set(parts(plan)):
-        names = ", ".join(sorted(unknown))
-        raise ValueError(f"{names}: no such part; there are {', '.join(parts(plan))}")
-    return [step for step in plan if step.part in words or not words]
+    numbered = {str(number): step for number, step in enumerate(plan, 1)}
+    if unknown := set(words) - set(parts(plan)) - set(numbered):
+        names, last = ", ".join(sorted(unknown)), len(plan)
+        raise ValueError(
+            f"{names}: no such part; there are {', '.join(parts(plan))}, and steps 1 to {last}"
+        )
+    chosen = [numbered[word] for word in words if word in numbered]
+    return [step for step in plan if step.part in words or step in chosen or not words]

@@ -176,7 +176,7 @@ def test_what_is_made_for_a_save_goes_before_it_is_written_and_buffers_with_the_
 
 
 @pytest.mark.ranks(2)
-def test_ranks_save_in_the_background_and_stage_only_what_they_write(tmp_path):
+def test_ranks_save_in_the_background_and_stage_only_what_they_write(tmp_path, monkeypatch):
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     replicated = nn.ParameterDict({f"w{i}": torch.full((1000,), float(i)) for i in range(4)})
@@ -201,7 +201,8 @@ def test_ranks_save_in_the_background_and_stage_only_what_they_write(tmp_path):
         for i in range(4):
             assert torch.equal(replicated[f"w{i}"], torch.full((1000,), 10.0 * step + i))
     if rank == 1:
-        os.fsync = lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        full = OSError(28, "No space left on device")
+        monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(full))
     manager.save(4, {"s": sharded})
     with pytest.raises(CheckpointError, match=r"rank 1.*No space left"):
         manager.wait()

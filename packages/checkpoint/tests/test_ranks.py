@@ -250,7 +250,7 @@ def test_damage_that_one_rank_sees_stops_all_before_any_tensor_changes(tmp_path)
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_does_not_see_the_directory_is_told_so(tmp_path):
+def test_a_rank_that_does_not_see_the_directory_is_told_so(tmp_path, monkeypatch):
     class Elsewhere(writer_module.Writer):
         def write_data(self, plan, planner):
             if dist.get_rank() == 1:
@@ -259,7 +259,7 @@ def test_a_rank_that_does_not_see_the_directory_is_told_so(tmp_path):
 
     import lamina.checkpoint.save.saving as saving_module
 
-    saving_module.Writer = Elsewhere
+    monkeypatch.setattr(saving_module, "Writer", Elsewhere)
     with pytest.raises(CheckpointError, match=r"rank 1.* share"):
         CheckpointManager(tmp_path).save(1, {"t": torch.ones(3)})
     dist.barrier()

@@ -71,7 +71,9 @@ def main(name: str, words: Sequence[str]) -> int:
 def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
     """Return what stands behind `-s NAME --`."""
     parser = argparse.ArgumentParser(f"noxfile.py -s {name} --", allow_abbrev=False)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="parts or numbers of steps; all if none")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help="parts or numbers of steps; all if none"
+    )
     parser.add_argument("--rehearse", action="store_true", help="the whole plan, tiny, on a CPU")
     parser.add_argument("--plan", action="store_true", help="show the commands and end")
     parser.add_argument("--minutes", type=float, default=PLANS[name][1], help="for all together")
@@ -112,7 +114,7 @@ def environment() -> dict[str, str]:
     paths = [*map(str, sources), str(ROOT / "testing" / "src"), kept.get("PYTHONPATH", "")]
     # The plugin of the test bed is named on the command line, as it may not be installed.
     return {
-        "GLOO_SOCKET_IFNAME": "lo",  # all ranks are here, and the machine's name may have no address
+        "GLOO_SOCKET_IFNAME": "lo",  # all ranks are here; the machine's name may lead nowhere
         **kept,
         "PYTHONPATH": ":".join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",

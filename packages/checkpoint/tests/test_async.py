@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import lamina.checkpoint.save.writer as writer_module
 from lamina.checkpoint import CheckpointError, CheckpointManager
+from lamina.checkpoint.save.staging import Stage
 
 
 class Gate:
@@ -207,3 +208,36 @@ def test_ranks_save_in_the_background_and_stage_only_what_they_write(tmp_path, m
     with pytest.raises(CheckpointError, match=r"rank 1.*No space left"):
         manager.wait()
     assert manager.latest() == 3
+
+
+class OnGPU(torch.Tensor):
+    """A tensor of the CPU that says it is on one of two GPUs."""
+
+    is_cuda = True
+    device = property(lambda self: torch.device("cuda", self.number))
+
+
+def test_a_writer_waits_for_the_copies_of_every_gpu_that_a_rank_has(monkeypatch):
+    recorded, waited = [], []
+
+    class Event:
+        def record(self, stream):
+            self.stream = stream
+            recorded.append(stream)
+
+        def synchronize(self):
+            waited.append(self.stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", str)
+    stage = Stage()
+    planner, plan = stage.plan({name: torch.ones(3) for name in "abc"}, coordinator=True)
+    sources = {}
+    for number, item in enumerate(plan.items):
+        sources[item.index] = torch.ones(3).as_subclass(OnGPU)
+        sources[item.index].number = number % 2
+    monkeypatch.setattr(planner, "resolve_data", lambda item: sources[item.index])
+    staged = stage.copy((planner, plan), known=False)
+    assert sorted(recorded) == ["cuda:0", "cuda:1"]
+    staged.ready()
+    assert sorted(waited) == ["cuda:0", "cuda:1"]

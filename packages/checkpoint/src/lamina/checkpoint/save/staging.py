@@ -10,6 +10,7 @@ the others don't stage it again.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,15 +31,15 @@ class Staged:
         self,
         plan: SavePlan,
         tensors: dict[MetadataIndex, torch.Tensor],
-        copied: torch.cuda.Event | None,
+        copied: Sequence[torch.cuda.Event],
     ) -> None:
         self.plan, self.tensors, self._copied = plan, tensors, copied
         self.bytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def ready(self) -> None:
-        """Wait for copies from a GPU."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """Wait for copies from GPUs."""
+        for copies in self._copied:
+            copies.synchronize()
 
 
 class Stage:
@@ -75,18 +76,17 @@ class Stage:
             items = [item for item in plan.items if item.index in self._assigned]
             plan = dataclasses.replace(plan, items=items)
         self._buffers = {item.index: self._buffer(item) for item in plan.items}
-        on_gpu: torch.device | None = None
+        copied: dict[torch.device, torch.cuda.Event] = {}
         for item in plan.items:
             source = planner.resolve_data(item)
             if not isinstance(source, torch.Tensor):
                 raise TypeError(f"{item.index.fqn} is no tensor")
             self._buffers[item.index].copy_(source.detach(), non_blocking=True)
-            on_gpu = source.device if source.is_cuda else on_gpu
-        copied = None
-        if on_gpu is not None:
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(torch.cuda.current_stream(on_gpu))
-        return Staged(plan, dict(self._buffers), copied)
+            if source.is_cuda and source.device not in copied:
+                copied[source.device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        for device, event in copied.items():
+            event.record(torch.cuda.current_stream(device))
+        return Staged(plan, dict(self._buffers), tuple(copied.values()))
 
     def _buffer(self, item: WriteItem) -> torch.Tensor:
         data = item.tensor_data

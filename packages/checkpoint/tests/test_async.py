@@ -241,3 +241,23 @@ def test_a_writer_waits_for_the_copies_of_every_gpu_that_a_rank_has(monkeypatch)
     assert sorted(recorded) == ["cuda:0", "cuda:1"]
     staged.ready()
     assert sorted(waited) == ["cuda:0", "cuda:1"]
+
+
+def test_threads_that_write_see_what_was_queued_on_the_stream_of_the_loop(monkeypatch, tmp_path):
+    happened = []
+
+    class Stream:
+        def synchronize(self):
+            happened.append("waited")
+
+    def own_memory(tensor, own=writer_module.own_memory):
+        happened.append("read")
+        return own(tensor)
+
+    monkeypatch.setattr(writer_module, "own_memory", own_memory)
+    model = nn.Linear(4, 4)
+    manager = CheckpointManager(tmp_path, threads=2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    manager.save(1, {"model": model})
+    assert happened == ["waited", "read", "read"]

@@ -176,6 +176,9 @@ class Writer(StorageWriter):
         names = [f"__{assignment.rank}_{number}.distcp" for number in range(len(shares))]
         work = names, shares, [planner] * len(shares)
         if len(shares) > 1:
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                # Each thread has a current stream of its own, which does not wait for this one's.
+                torch.cuda.current_stream().synchronize()
             with ThreadPoolExecutor(len(shares)) as pool:
                 written = list(pool.map(self._write_file, *work))
         else:

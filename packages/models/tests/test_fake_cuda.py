@@ -13,6 +13,8 @@ from lamina_testing.cuda_without_gpu import build, what_lacks
 
 from .fake_cuda_cases import CASES, DTYPES
 
+pytestmark = pytest.mark.slow  # it compiles against torch's headers, which not every g++ can
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):

@@ -57,7 +57,9 @@ def has_ended(event: torch.cuda.Event) -> bool:
     # While a thread captures a CUDA graph in the default mode, another thread that asks an event
     # spoils the capture, unless it has taken the relaxed mode. torch does so in C++ alone
     # (`CUDAStreamCaptureModeGuard`). The device has to be the event's: a new thread has GPU 0, and
-    # CUDA might make a context for it there.
+    # CUDA might make a context for it there. ROCm has neither that driver nor that name.
+    if torch.version.hip:
+        return bool(event.query())  # type: ignore[no-untyped-call]
     driver, mode = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(_RELAXED)
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:

@@ -39,7 +39,7 @@ __all__ = [
 
 
 def host_words() -> tuple[int, ...]:
-    """Words equal in one boot, network and process namespace; OSError: /proc is hidden."""
+    """Words equal in one boot, network and process namespace; OSError: no /proc can be read."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     spaces = [Path(f"/proc/self/ns/{name}").stat().st_ino for name in ("net", "pid")]
     return int(boot[:15], 16), *spaces

@@ -194,9 +194,9 @@ class Watchdog:
         return self.lost if long_ago else None
 
     def cause(self, ranks: Iterable[int], patience: float = 3.0) -> str | None:
-        """Why a collective of `ranks` has failed, if one is gone, or has left in order.
+        """Why a collective of `ranks` has failed: one is gone, or has left in order; else None.
 
-        The news of it is waited for as many seconds as `patience` says.
+        This waits up to `patience` seconds for the news of it.
         """
         begun = self._failed_at = time.monotonic()
         self._suspects = tuple(one for one in ranks if one != self._rank)

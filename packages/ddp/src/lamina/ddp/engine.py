@@ -5,6 +5,7 @@ from lamina.ddp.backward.gradient_hooks import (
     gradient_sink,
     has_gradient_sink,
     main_of,
+    refuse_wrapped,
 )
 from lamina.ddp.backward.reducer import BackwardEnd, BackwardListener, GradientReducer, Order
 from lamina.ddp.compat import local_of_state_call
@@ -109,6 +110,7 @@ __all__ = [
     "refuse_cut_tensors",
     "refuse_optimizer",
     "refuse_unplaced",
+    "refuse_wrapped",
     "registration_refusal",
     "require_same_model",
     "require_same_optimizer",

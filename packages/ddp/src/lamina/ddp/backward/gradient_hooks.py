@@ -58,11 +58,20 @@ __all__ = [
     "has_gradient_sink",
     "hook_gradients",
     "main_of",
+    "refuse_wrapped",
 ]
 
 _SINK = "_lamina_gradient_sink"
 _LEAF = "_lamina_compute_leaf"
 NO_STREAM = nullcontext()
+_WRAPPERS = {
+    *("DataParallel", "DistributedDataParallel", "DDP"),  # the last is what `replicate` mixes in
+    *("FullyShardedDataParallel", "FSDPModule", "ShardedModule"),
+    *("MegatronFSDP", "DeepSpeedEngine"),
+}
+"""Names of classes that sum the gradients of what they hold."""
+_MAKERS = {"lamina", "torch", "megatron", "megatron_fsdp", "deepspeed", "fairscale", "apex"}
+"""Packages whose classes of these names do so."""
 
 
 class TakesGradients(Protocol):
@@ -220,6 +229,41 @@ def has_gradient_sink(parameter: torch.Tensor) -> bool:
     """
     sink = parameter.__dict__.get(_SINK)
     return sink is not None and sink.alive
+
+
+def refuse_wrapped(what: str, module: nn.Module, inside: tuple[type[nn.Module], ...] = ()) -> None:
+    """Raise RuntimeError if somebody, we or another library, sums gradients in a module already.
+
+    Two would each take gradients that the other waits for. Every wrapper asks this, and nothing
+    else, before it changes anything; `what` is its name for the message. Modules of the classes
+    `inside` may be parts of the module, as `shard_module` goes from blocks to the root.
+    """
+    apart = {
+        id(below)
+        for child in module.modules()
+        if child is not module and isinstance(child, inside)
+        for below in child.modules()
+    }
+    for name, child in module.named_modules():
+        if id(child) in apart:
+            continue
+        owner = next((cls for cls in type(child).__mro__ if _sums_gradients(cls)), None)
+        by = "" if owner is None else f"{owner.__module__.split('.')[0]}'s {owner.__name__}"
+        for attribute, parameter in child._parameters.items():
+            marks = () if parameter is None else (parameter.__dict__.get(m) for m in (_SINK, _LEAF))
+            if not by and any(mark is not None and mark.alive for mark in marks):
+                by = f"another wrapper, which takes the gradients of {attribute}"
+        if by:
+            raise RuntimeError(
+                f"{what}: {name or type(module).__name__} is wrapped or sharded already, by {by}: "
+                "gradients would come to one of the two only. Wrap a model once, as a whole (only "
+                "shard_module goes block by block, and then to the root): pass the plain module "
+                "inside, or build the model anew (in a notebook, in this cell)"
+            )
+
+
+def _sums_gradients(cls: type) -> bool:
+    return cls.__name__ in _WRAPPERS and cls.__module__.partition(".")[0] in _MAKERS
 
 
 def hook_gradients(group: ParameterGroup, number: int, reducer: TakesGradients) -> list[Node]:

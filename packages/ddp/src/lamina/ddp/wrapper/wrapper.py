@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.buffers import Granularity
 from lamina.collectives.engine import RegisteredPool, broadcast
 from lamina.ddp.backward.grad_attribute import zero_gradients
+from lamina.ddp.backward.gradient_hooks import refuse_wrapped
 from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.compat import local_of_state_call
 from lamina.ddp.gradients.reduction import resolve_reduction
@@ -133,6 +134,7 @@ class DistributedDataParallel(DataParallel):
         TypeError: for something else in place of config or mesh.
         ValueError: for a mesh that does not fit the config or the model's experts, or has
             dimensions of another kind, and for a model on the meta device.
+        RuntimeError: if the module, or part of it, is wrapped already, by Lamina or another.
         DisagreementError: for another model or config than other ranks have.
 
     Examples:
@@ -154,6 +156,7 @@ class DistributedDataParallel(DataParallel):
         config = DistributedDataParallelConfig() if config is None else config
         mesh = ParallelLayout().build() if mesh is None else named_mesh(mesh)
         _check_kinds(config, mesh)
+        refuse_wrapped("DistributedDataParallel", module)
         if config.overlap_grad_reduce or config.overlap_param_gather:
             require_overlap("DistributedDataParallel with overlap")
         self.module = module

@@ -21,6 +21,7 @@ from lamina.ddp.engine import (
     collect_parameters,
     refuse_cut_tensors,
     refuse_optimizer,
+    refuse_wrapped,
     require_same_model,
     require_same_optimizer,
     show_decoupled,
@@ -40,7 +41,6 @@ from lamina.fsdp.module.sharded_module import (
     ShardedModule,
     WatchedModule,
     adopt,
-    is_sharded,
     remember_sharding,
 )
 from lamina.fsdp.settings.hardware_limits import UnavailableError
@@ -306,7 +306,8 @@ def fully_shard(
         ValueError: for unknown strategies, units or mesh dimensions, and arguments that exclude
             or need each other.
         UnavailableError: for what this machine lacks.
-        RuntimeError: if the module, or part of it, is sharded already.
+        RuntimeError: if the module, or part of it, is wrapped or sharded already, by Lamina or by
+            another library.
         DisagreementError: for another model, optimizer or setting than other ranks have.
 
     Examples:
@@ -407,7 +408,7 @@ def _shard(
 ) -> ShardedModule:
     """Shard a model; `optimizer` is looked at, and not changed yet."""
     _check_kinds(module, optimizer)
-    _refuse_sharded(module)
+    refuse_wrapped("fully_shard", module)
     if settings.overlap_grad_reduce or settings.overlap_param_gather:
         require_overlap("fully_shard(overlap_grad_reduce=, overlap_param_gather=)")
     if optimizer is not None:  # an earlier call may have been refused half-way
@@ -486,15 +487,6 @@ def _check_kinds(module: object, optimizer: object) -> None:
             f"fully_shard(module, {given}): the second argument is an optimizer that is made "
             "already, such as torch.optim.AdamW(module.parameters(), lr=1e-3)"
         )
-
-
-def _refuse_sharded(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        if is_sharded(child):
-            raise RuntimeError(
-                f"{name or type(module).__name__} is sharded already: call fully_shard once, on "
-                "the whole model, or shard_module(block, mesh) on each block and then on the root"
-            )
 
 
 def _with_transposes(module: nn.Module) -> list[nn.Module]:

@@ -22,6 +22,7 @@ from lamina.ddp.engine import (
     ParameterRef,
     ScratchBuffers,
     collect_parameters,
+    refuse_wrapped,
     require_same_model,
 )
 from lamina.fsdp.api.build import build_units, start_engine, storage_pool, without_values
@@ -33,7 +34,6 @@ from lamina.fsdp.execution.unit import Unit
 from lamina.fsdp.module.sharded_module import (
     ShardedModule,
     adopt,
-    is_sharded,
     remember_sharding,
 )
 from lamina.fsdp.settings.hardware_limits import UnavailableError
@@ -169,7 +169,7 @@ def shard_module(
     Raises:
         ValueError: for a mesh of more dimensions, a parameter tied to one of an inner unit, or a
             container without a forward; for an empty list, or modules inside one another.
-        RuntimeError: if the module is sharded already.
+        RuntimeError: if the module is wrapped or sharded already, by Lamina or another.
         TypeError: for an unknown policy.
         UnavailableError: for an integer that is not one of the two, or offloading where the process
             group cannot reach host memory.
@@ -250,10 +250,7 @@ def _listed(given: nn.Module | list[nn.Module]) -> list[nn.Module]:
     if not modules:
         raise ValueError("shard_module([]): name at least one module")
     for module in modules:
-        if is_sharded(module):
-            raise RuntimeError(
-                f"{type(module).__name__} is sharded already: shard each module once"
-            )
+        refuse_wrapped("shard_module", module, (ModuleWithUnit,))
         refuse_container("", module)
         if sum(module in list(other.modules()) for other in modules) > 1:
             raise ValueError(

@@ -26,6 +26,7 @@ from lamina.ddp.engine import (
     check_buffer_policy,
     collect_parameters,
     data_parallel_axes,
+    refuse_wrapped,
     require_same_model,
 )
 from lamina.fsdp.units.plan import plan_units
@@ -100,6 +101,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         super().__init__()
         self._module_buffers: ModuleBuffers | None = None
         require_overlap("TorchFullyShardedDataParallel")
+        refuse_wrapped("TorchFullyShardedDataParallel", module)
         _refuse_roles(module)
         self.config = config
         device_mesh = _mesh_for_torch(mesh)

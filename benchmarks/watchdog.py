@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lamina.collectives.call.record import issue
 from lamina.collectives.engine import CommonFacts
-from lamina.ddp.parameters.facts import optimizer_facts
+from lamina.ddp.parameters.facts import OptimizerAgreement
 from lamina.mesh.watchdog import Watchdog
 
 
@@ -74,7 +74,8 @@ def facts_seconds() -> float:
     groups = [{"params": [module.weight]}, {"params": [module.bias], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups)
     common = CommonFacts("at the end of a backward", [])
-    return seconds_of(lambda: common.words(list(optimizer_facts(optimizer, {}))), 2000)
+    agreement = OptimizerAgreement(optimizer)
+    return seconds_of(lambda: common.words(agreement.now()), 2000)
 
 
 def main() -> None:

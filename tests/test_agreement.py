@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -184,6 +185,36 @@ def test_a_learning_rate_that_changes_on_one_rank_is_named_by_the_next_backward(
     optimizer.param_groups[0]["lr"] = 0.05 + ranks.rank
     with told("lr of its group 0 is 1.05 on rank 1", "0.05 on rank 0"):
         wrapped(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_hyperparameters_that_are_written_in_place_on_one_rank_are_named(ranks):
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    wrapped, optimizer = ddp(module, ParallelLayout().build(), optimizer)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["betas"][0] = 0.9 - 0.1 * ranks.rank  # the list itself stays
+    with told("betas of its group 0 is (0.8, 0.99) on rank 1", "(0.9, 0.99) on rank 0"):
+        wrapped(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_hyperparameters_are_described_again_only_when_they_have_changed(ranks, monkeypatch):
+    described = []
+    module = model()
+    wrapped, optimizer = ddp(module, ParallelLayout().build(), SGD(module.parameters(), 0.1))
+    facts = sys.modules["lamina.ddp.parameters.facts"]
+    original = facts.optimizer_facts
+    monkeypatch.setattr(facts, "optimizer_facts", lambda *a: described.append(1) or original(*a))
+    for rate in (0.1, 0.1, 0.1, 0.05):
+        optimizer.param_groups[0]["lr"] = rate
+        wrapped(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(described) == 2
 
 
 @pytest.mark.ranks(2)

@@ -24,7 +24,9 @@ from source_trees import LAYERS, ROOT, SUB_FACES, lamina_imports, public_face, s
 FLOORS = {
     "buffers": "compat layout placement resolve_axes tensors flat_buffer pool",
     "collectives": "compat transport call reduction move autograd_regions",
-    "ddp": "compat parameters gradients group inspect backward finalize norm optimizer wrapper",
+    "ddp": """
+        compat parameters gradients group inspect backward finalize monitor norm optimizer wrapper
+    """,
     "fsdp": "compat settings units weights execution state module api bridges",
     "models": """
         compat base precision layers moe attention mamba decoder activation_memory torch_plan

@@ -371,9 +371,9 @@ def test_a_rank_that_holds_the_others_up_is_named_on_the_first_and_in_the_log(
 
     monkeypatch.setattr(data.Windows, "batch", batch_late)
     own = SimpleNamespace(perf_counter=lambda: seconds[0])
-    monkeypatch.setattr("lamina.ddp.norm.pace.time", own)
+    monkeypatch.setattr("lamina.ddp.monitor.pace.time", own)
     waits = contextlib.nullcontext(SimpleNamespace(records=()))
-    monkeypatch.setattr("lamina.ddp.norm.pace.Ledger", lambda: waits)
+    monkeypatch.setattr("lamina.ddp.monitor.pace.Ledger", lambda: waits)
     directory = tmp_path / "run"
     with contextlib.redirect_stdout(io.StringIO()) as said:
         run_here(directory, "--train.steps", "10", "--health.slow-steps", "8", "--health.slow", "2")

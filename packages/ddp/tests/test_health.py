@@ -20,7 +20,7 @@ from lamina.ddp import (
     HealthMonitor,
     clip_grad_norm,
 )
-from lamina.ddp.norm.pace import Pace
+from lamina.ddp.monitor.pace import Pace
 from lamina.mesh import ParallelLayout
 
 

@@ -18,7 +18,7 @@ from lamina.ddp import (
     clip_grad_norm,
     full_parameters,
 )
-from lamina.ddp.norm.replicas import _Family, _Piece
+from lamina.ddp.monitor.replicas import _Family, _Piece
 from lamina.mesh import ParallelLayout
 
 

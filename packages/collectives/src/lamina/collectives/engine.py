@@ -5,7 +5,13 @@ from lamina.collectives.call.collective import Pending, current_stream
 from lamina.collectives.call.registration import RegisteredPool, registration_problem
 from lamina.collectives.call.spans import Serving, Span
 from lamina.collectives.move.all_gather import AllGather
-from lamina.collectives.move.common_facts import CommonFacts, Fact, describe, software
+from lamina.collectives.move.common_facts import (
+    Agreement,
+    CommonFacts,
+    Fact,
+    describe,
+    software,
+)
 from lamina.collectives.move.rings import Message, receive_operation, ring, send_operation
 from lamina.collectives.move.shaped import (
     start_all_gather,
@@ -43,6 +49,7 @@ from lamina.collectives.transport.transport import use_messages
 __all__ = [
     "MESSAGE_BYTES",
     "REGION_STEPS",
+    "Agreement",
     "AllGather",
     "Cast",
     "Checksums",

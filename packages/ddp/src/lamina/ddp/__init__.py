@@ -5,10 +5,10 @@ from lamina.ddp.finalize.finalize import FinalizesStep, finalize_grads
 from lamina.ddp.inspect.inspection import full_gradients, full_parameters
 from lamina.ddp.inspect.memory import MemoryPlan, memory_plan
 from lamina.ddp.inspect.wire import wire_plan
+from lamina.ddp.monitor.health import Decision, HealthMonitor, Judgement
+from lamina.ddp.monitor.pace import Straggler
+from lamina.ddp.monitor.replicas import ReplicaError, ReplicaMonitor
 from lamina.ddp.norm.clip import clip_grad_norm
-from lamina.ddp.norm.health import Decision, HealthMonitor, Judgement
-from lamina.ddp.norm.pace import Straggler
-from lamina.ddp.norm.replicas import ReplicaError, ReplicaMonitor
 from lamina.ddp.optimizer.grad_scaler import ShardedGradScaler
 from lamina.ddp.optimizer.sharded_optimizer import ShardedOptimizer
 from lamina.ddp.parameters.strategy import Cadence, Strategy

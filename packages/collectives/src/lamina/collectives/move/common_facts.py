@@ -24,7 +24,7 @@ from lamina.collectives.call.checks import rows_of_all
 from lamina.collectives.move.small import all_reduce_small, broadcast, host_device
 from lamina.collectives.transport.groups import backend_name
 
-__all__ = ["CommonFacts", "DisagreementError", "Fact", "describe", "software"]
+__all__ = ["Agreement", "CommonFacts", "DisagreementError", "Fact", "describe", "software"]
 
 Fact: TypeAlias = tuple[str, str]
 """What something is called, and its value in words."""
@@ -36,6 +36,45 @@ _LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoin
 
 class DisagreementError(RuntimeError):
     """Ranks differ in what all of them must have in common."""
+
+
+class Agreement:
+    """Facts with their digest, which is made once.
+
+    To describe and to hash facts takes longer than to compare them. So who compares the same facts
+    again and again keeps the agreement, and adds what has changed `with_facts`.
+
+    Attributes:
+        facts: what ranks must have in common.
+        digest: 16 bytes; equal if and only if the facts are, and were put together alike.
+    """
+
+    def __init__(self, facts: Iterable[Fact], before: bytes = b"") -> None:
+        self.facts = tuple(facts)
+        text = json.dumps(self.facts).encode()
+        self.digest = hashlib.blake2b(before + text, digest_size=16).digest()
+
+    @classmethod
+    def of_several(cls, agreements: Sequence["Agreement"]) -> "Agreement":
+        """All facts of some agreements, in their order."""
+        joined = cls((), b"".join(each.digest for each in agreements))
+        joined.facts = tuple(fact for each in agreements for fact in each.facts)
+        return joined
+
+    def with_facts(self, *facts: Fact) -> "Agreement":
+        """These facts and further ones, without another look at these."""
+        both = Agreement(facts, self.digest)
+        both.facts = self.facts + facts
+        return both
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The digest as two int64."""
+        first, second = self.digest[:8], self.digest[8:]
+        return (
+            int.from_bytes(first, "little", signed=True),
+            int.from_bytes(second, "little", signed=True),
+        )
 
 
 class CommonFacts:
@@ -68,44 +107,42 @@ class CommonFacts:
         self.here = here or (f"rank {dist.get_rank()}" if self._groups else "")
         """This rank and its place in the mesh."""
 
-    def require(self, facts: Iterable[Fact]) -> None:
+    def require(self, facts: Iterable[Fact] | Agreement) -> None:
         """Compare facts: one collective of 32 bytes; all ranks of the groups call it.
 
         DisagreementError comes on every rank, if the facts of any two differ.
         """
         if not self._groups:
             return
-        held = list(facts)
-        words = self.words(held)
+        agreement = facts if isinstance(facts, Agreement) else Agreement(facts)
+        words = self.words(agreement)
         for group in self._groups:
             all_reduce_small([words], group, op="max")
-        self.compare(words, held)
+        self.compare(words, agreement)
 
-    def words(self, facts: Iterable[Fact]) -> torch.Tensor:
+    def words(self, agreement: Agreement) -> torch.Tensor:
         """What a message carries for `compare`: int64 [4], to be reduced by "max" over ranks."""
-        first, second = _digest(facts)
+        first, second = agreement.numbers
         return torch.tensor([first, second, ~first, ~second], device=self._device)
-
-    def word(self, facts: Iterable[Fact]) -> int:
-        """One number (int64) of the facts, for a message of the caller's own."""
-        return _digest(facts)[0]
 
     def differ(self, words: torch.Tensor) -> bool:
         """Whether any two ranks had other facts, from their reduced `words`; equal on all ranks."""
         first, second, not_first, not_second = words.tolist()
         return bool(self._groups) and (first, second) != (~not_first, ~not_second)
 
-    def compare(self, words: torch.Tensor, facts: Iterable[Fact]) -> None:
+    def compare(self, words: torch.Tensor, agreement: Agreement) -> None:
         """Whether all ranks had equal facts, from their reduced `words`; collective if not.
 
         Errors are those of `require`.
         """
         if self.differ(words):
-            raise DisagreementError(self._explain(list(facts)))
+            raise DisagreementError(self._explain(agreement))
 
-    def _explain(self, facts: Sequence[Fact]) -> str:
+    def _explain(self, agreement: Agreement) -> str:
         """Name the ranks that differ, and the first difference of each (collective)."""
-        row = "\n".join((str(_digest(facts)), self.here, *_difference(facts, self._first(facts))))
+        facts = agreement.facts
+        differs = _difference(facts, self._first(facts))
+        row = "\n".join((agreement.digest.hex(), self.here, *differs))
         return f"{self._what}: {_verdict([one.split(chr(10)) for one in self.said(row)])}"
 
     def said(self, text: str) -> list[str]:
@@ -129,12 +166,6 @@ class CommonFacts:
             broadcast(payload, group, src=0).wait()
             text = bytes(payload.tolist())
         return [(name, value) for name, value in json.loads(text)]
-
-
-def _digest(facts: Iterable[Fact]) -> tuple[int, int]:
-    found = hashlib.blake2b(json.dumps(list(facts)).encode(), digest_size=16).digest()
-    first, second = [int.from_bytes(half, "little", signed=True) for half in (found[:8], found[8:])]
-    return first, second
 
 
 def _difference(mine: Sequence[Fact], first: Sequence[Fact]) -> tuple[str, str, str]:

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives import DisagreementError
 from lamina.collectives.engine import (
+    Agreement,
     CommonFacts,
-    Fact,
     SmallReduction,
     all_reduce_small,
     host_device,
@@ -111,6 +111,29 @@ class GradientChecks:
         self._noted, self._sizes = [], []
 
 
+@dataclass(frozen=True)
+class _Flags:
+    """What a rank says of its gradients, and of all ranks' the maximum.
+
+    `produced` says of each parameter of each group whether it has a gradient, and `kind` is that
+    of `BadGradients`.
+    """
+
+    produced: Sequence[Sequence[bool]]
+    kind: int
+
+    @property
+    def words(self) -> list[int]:
+        """As numbers, the kind last."""
+        return [int(flag) for group in self.produced for flag in group] + [self.kind]
+
+    def read(self, words: Sequence[int]) -> _Flags:
+        """The same from reduced words, for groups of as many parameters."""
+        flags = iter(words)
+        produced = [[bool(next(flags)) for _ in group] for group in self.produced]
+        return _Flags(produced, next(flags))
+
+
 class ProducedFlags:
     """Which parameters got a gradient on any rank: agreed upon in one small collective per group.
 
@@ -129,40 +152,38 @@ class ProducedFlags:
         self._device = host_device(self._over, groups[0].device) if self._over else None
         self._reductions: list[SmallReduction] = []
 
-    def agree(self, facts: Sequence[Fact] = (), bad: BadGradients | None = None) -> BadGradients:
+    def agree(self, step: Agreement | None = None, bad: BadGradients | None = None) -> BadGradients:
         """A parameter that got a gradient on one rank got one on all; collective.
 
-        `facts` are what the ranks must have in common in this step, as are writes to parameters
-        (else DisagreementError), and `bad` is what this rank has found. The result is the worst
-        kind that any rank has found, and what each of up to four of them says.
+        `step` is what the ranks must have in common in it, as are writes to parameters (else
+        DisagreementError), and `bad` is what this rank has found. The result is the worst kind that
+        any rank has found, and what each of up to four of them says.
         """
         bad = bad or BadGradients()
         written = {} if self._common is None else self._written()
         if not self._over:
             return bad
-        produced = [int(flag) for group in self._groups for flag in group.trained.produced_gradient]
-        produced.append(bad.kind)
+        own = _Flags([group.trained.produced_gradient for group in self._groups], bad.kind)
         # Of the facts' dtype, so that the backend can reduce both at once (see `SmallReduction`).
-        shared = [torch.tensor(produced, dtype=torch.int64, device=self._device)]
-        told = [
-            *facts,
-            ("parameters written outside of a step", str(written) if written else "none"),
-        ]
+        shared = [torch.tensor(own.words, dtype=torch.int64, device=self._device)]
+        step = step or Agreement(())
         if self._common is not None:
-            shared.append(self._common.words(told))
+            writes = "parameters written outside of a step", str(written) if written else "none"
+            shared.append(self._common.words(step.with_facts(writes)))
         if not self._reductions:
             self._reductions = [SmallReduction(shared, one, "max") for one in self._over]
         for reduction in self._reductions:
             reduction.reduce(shared)
         if self._common is not None and self._common.differ(shared[1]):
-            self._common.require(facts)  # of two differences a step left out is the cause
+            self._common.require(step)  # of two differences a step left out is the cause
             self._refuse_lone_writes(self._common, written)
-        merged = iter(shared[0].tolist())
-        for group in self._groups:
-            group.trained.mark_produced([bool(next(merged)) for _ in group.refs])
-        kind = next(merged)
-        said = self._common.said(bad.text) if kind and self._common is not None else [bad.text]
-        return BadGradients(kind, "; ".join([one for one in said if one][:4]))
+        merged = own.read(shared[0].tolist())
+        for group, produced in zip(self._groups, merged.produced, strict=True):
+            group.trained.mark_produced(produced)
+        texts = [bad.text]
+        if merged.kind and self._common is not None:
+            texts = self._common.said(bad.text)
+        return BadGradients(merged.kind, "; ".join([text for text in texts if text][:4]))
 
     def _written(self) -> dict[tuple[str, bool], int]:
         """What this rank has written since ranks compared that last, and how often (`Writes`)."""

@@ -363,13 +363,13 @@ class GradientReducer:
                 self._gradients[number].mark_produced(
                     [flag or index in called for index, flag in enumerate(produced)]
                 )
-            facts, bad, told = self._step_facts.of(self.groups), self._checks.look(), BadGradients()
+            step, bad, told = self._step_facts.of(self.groups), self._checks.look(), BadGradients()
             for key, groups in self._by_axes.items():
                 if key not in self._produced:
                     axes, device = groups[0].axes, groups[0].device
                     common = common_facts_of("at the end of a backward", axes, device)
                     self._produced[key] = ProducedFlags(groups, axes.groups("reduce"), common)
-                told = max(told, self._produced[key].agree(facts, bad))
+                told = max(told, self._produced[key].agree(step, bad))
             told.refuse()
             self._call_late_hooks()
             self._scratch.clear()

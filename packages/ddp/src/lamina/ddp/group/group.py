@@ -1,7 +1,6 @@
 """A group of parameters: one layout, and the three states (weights, main weights, main grads)."""
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from torch import nn
 
 from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate, ShardedTensor
 from lamina.buffers.engine import Placement, SpanSpec
-from lamina.collectives.engine import Fact, SpanGroups, broadcast, open_window
+from lamina.collectives.engine import SpanGroups, broadcast, open_window
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
@@ -19,6 +18,7 @@ from lamina.ddp.group.user_hooks import UserHooks
 from lamina.ddp.group.weights import Weights, WholeWeights, Writes, shares_storage
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.dtypes import GroupDtypes
+from lamina.ddp.parameters.facts import OptimizerAgreement
 from lamina.ddp.parameters.parameters import ParameterRef, read_parameters, spec_of
 from lamina.ddp.parameters.strategy import Cadence, Strategy
 from lamina.mesh.engine import copy_role
@@ -125,7 +125,7 @@ class ParameterGroup:
         """Of the parameters as the user made them."""
         self.has_optimizer = False
         """Whether somebody steps the main parameters, as far as this package knows."""
-        self.step_facts: list[weakref.WeakMethod[Callable[[], list[Fact]]]] = []
+        self.optimizers: list[OptimizerAgreement] = []
         """What the optimizers of the main parameters must have in common on all ranks."""
         self.shows_on_compute = False
         """Whether compute parameters show final gradients too: of modules that always hold them."""
@@ -253,7 +253,7 @@ class ParameterGroup:
 
     def look_for_writes(self) -> None:
         """Note what somebody has written to parameters since the last look."""
-        self.writes.look(told=bool(self.step_facts))
+        self.writes.look(told=bool(self.optimizers))
 
     @property
     def has_user_hooks(self) -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers.engine import PNorm
-from lamina.collectives.engine import CommonFacts, Fact, all_reduce_small
+from lamina.collectives.engine import Agreement, CommonFacts, all_reduce_small
 from lamina.ddp.inspect.inspection import HasGroups
-from lamina.ddp.norm.health import HealthMonitor
-from lamina.ddp.norm.replicas import ReplicaMonitor
-from lamina.ddp.norm.shares import Share, shares_of, whole_mesh
-from lamina.ddp.parameters.axes import DataParallelAxes
-from lamina.ddp.parameters.facts import step_facts
+from lamina.ddp.monitor.health import HealthMonitor
+from lamina.ddp.monitor.replicas import ReplicaMonitor
+from lamina.ddp.norm.shares import Share, shares_of
+from lamina.ddp.parameters.axes import DataParallelAxes, whole_mesh
+from lamina.ddp.parameters.facts import step_agreement
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, axis_if_there
 
@@ -84,27 +84,32 @@ def clip_grad_norm(
     items = [target] if isinstance(target, (nn.Module, torch.Tensor)) else list(target)
     shares = shares_of(items, PNorm(norm_type), mesh)
     op, device = PNorm(norm_type).op, _device_of(shares, mesh)
-    told = [] if health is None else [health.message(op, device)]
-    if replicas is not None and op == "sum":
-        told.append(replicas.message(device))
-    same = None if mesh is None or op != "sum" else _SameStep.of(items, mesh, device)
-    if same is not None and (told or device.type == "cpu"):  # it makes the host look
-        told.append(same.message)
-    total, axes = _total(shares, PNorm(norm_type), mesh, told)
-    norm = total.to(torch.float32)
-    if told:
-        *read, size = torch.cat([*told, norm.double().reshape(1)]).tolist()
-    if same is not None and told:
-        same.judge([read.pop(), read.pop()])
-    if replicas is not None and op == "sum":
-        replicas.judge(read[-2:], axes, device)
-    elif replicas is not None:
-        replicas.compare()
+    # What rides in the norm's message, by who sends it: fp64 vectors, reduced as the norm is.
+    riders: dict[str, torch.Tensor] = {}
     if health is not None:
-        loss, ranks, *pace = read[: told[0].numel()]
-        loss = None if not ranks else loss if math.isinf(norm_type) else loss / ranks
+        riders["health"] = health.message(op, device)
+    if replicas is not None and op == "sum":
+        riders["replicas"] = replicas.message(device)
+    same = None if mesh is None or op != "sum" else _SameStep.of(items, mesh, device)
+    # Riders make the host wait for the device: this one alone is not worth that.
+    if same is not None and (riders or device.type == "cpu"):
+        riders["step"] = same.message
+    total, axes = _total(shares, PNorm(norm_type), mesh, list(riders.values()))
+    norm = total.to(torch.float32)
+    read = _on_host({**riders, "norm": norm.double().reshape(1)}) if riders else {}
+    # Ranks that differ in the step judge other things differently too, so this is judged first.
+    if same is not None and "step" in read:
+        same.judge(read["step"])
+    if replicas is not None:
+        if "replicas" in read:
+            replicas.judge(read["replicas"], axes, device)
+        else:
+            replicas.compare()
+    if health is not None:
+        loss, ranks, *pace = read["health"]
+        mean = None if not ranks else loss if math.isinf(norm_type) else loss / ranks
         names = functools.partial(_names, shares)
-        if not health.judge(loss, size, axes, norm.device, names, pace).healthy:
+        if not health.judge(mean, read["norm"][0], axes, norm.device, names, pace).healthy:
             return norm
     # The host looks once at most, and never on a GPU that is not asked to refuse.
     known = float(norm) if error_if_nonfinite or norm.device.type == "cpu" else math.nan
@@ -126,13 +131,13 @@ class _SameStep:
     not. The messages of equal ranks add up to zero. See Note [A sum that is zero if copies agree].
     """
 
-    def __init__(self, axes: DataParallelAxes, facts: list[Fact], device: torch.device) -> None:
-        self._facts, wide = facts, axes.wide
+    def __init__(self, axes: DataParallelAxes, step: Agreement, device: torch.device) -> None:
+        self._step, wide = step, axes.wide
         along = f"ranks along {', '.join(axis.name for axis in wide)}"
         groups = [axis.sibling("reduce") for axis in wide]
         self._common = CommonFacts(along, groups, axes.here, device)
-        word = self._common.word(facts)
-        halves = [word & 0xFFFFFFFF, word >> 32 & 0xFFFFFFFF]
+        word, _ = step.numbers
+        halves = [word & 0xFFFFFFFF, word >> 32 & 0xFFFFFFFF]  # fp64 adds 32 bits exactly
         factor = 1 if any(axis.rank for axis in wide) else 1 - _size(wide)
         self.message = torch.tensor(halves, dtype=torch.float64, device=device) * factor
 
@@ -150,25 +155,25 @@ class _SameStep:
         if dense is None:
             return None
         axes = replace(dense, tp=dense.tp or axis_if_there(mesh, "tp"))
-        return cls(axes, step_facts(groups), device) if axes.wide else None
+        return cls(axes, step_agreement(groups), device) if axes.wide else None
 
     def judge(self, sums: Sequence[float]) -> None:
         """Raise DisagreementError on ranks that differ; collective if any do."""
         if any(sums):
-            self._common.require(self._facts)
+            self._common.require(self._step)
 
 
 def _total(
     shares: Sequence[Share],
     norm: PNorm,
     mesh: ParallelMesh | DeviceMesh | None,
-    told: Sequence[torch.Tensor],
+    riders: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, tuple[MeshAxis, ...]]:
     """The norm in fp64, with the same collectives on every rank whatever parameters it has.
 
     Over a mesh each rank adds one number (decision 0403). Without one it adds a number per set of
     data-parallel axes, which all ranks along them have alike. The message over the widest set takes
-    along what else is `told` (fp64), and that set is returned too.
+    along the `riders` (fp64), and that set is returned too.
     """
     device = _device_of(shares, mesh)
     everyone = whole_mesh(mesh)
@@ -181,16 +186,22 @@ def _total(
         if share.value is not None:
             sums[axes] = norm.join(before, share.value)
     widest = max(sums, key=_size, default=())
-    if told and mesh is None and _size(widest) < _world_size():
+    if riders and mesh is None and _size(widest) < _world_size():
         raise ValueError(
             f"clip_grad_norm(health=, replicas=) without a mesh reaches {_size(widest)} of "
             f"{_world_size()} ranks, and the others would not know the verdict: pass mesh="
         )
     for axes, value in sums.items():
-        message = [value, *told] if axes is widest else [value]
+        message = [value, *riders] if axes is widest else [value]
         for axis in axes:
             all_reduce_small(message, axis.sibling("reduce"), op=norm.op)
     return norm.root(functools.reduce(norm.join, sums.values(), norm.empty(device))), widest
+
+
+def _on_host(vectors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+    """The values of some fp64 vectors; the host waits for the device once."""
+    values = iter(torch.cat(list(vectors.values())).tolist())
+    return {name: [next(values) for _ in range(len(each))] for name, each in vectors.items()}
 
 
 def _size(axes: Sequence[MeshAxis]) -> int:

@@ -25,7 +25,7 @@ from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.mesh import ParallelMesh, Role, role_of
 from lamina.mesh.engine import MODEL_AXES, MeshAxis, axis_if_there, mesh_axis
 
-__all__ = ["Share", "shares_of", "whole_mesh"]
+__all__ = ["Share", "shares_of"]
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,6 @@ def shares_of(
             name = f"parameter {index} of shape {tuple(item.shape)}"
             found.append(shares.of_parameter(name, item))
     return [share for share in found if share is not None]
-
-
-def whole_mesh(mesh: ParallelMesh | DeviceMesh | None) -> tuple[MeshAxis, ...]:
-    """Axes that together make up all ranks of a mesh, in one order on all of them."""
-    if mesh is None:
-        return ()
-    names: Iterable[str] = ("tp", "dp_shard_cp", "dp_replicate", "pp")
-    if isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names or ()
-    axes = (mesh_axis(mesh, name) for name in names)
-    return tuple(axis for axis in axes if axis.size > 1)
 
 
 class _Shares:

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lamina.collectives.engine import Fact
 from lamina.ddp.backward.grad_attribute import refuse_unsummed
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.parameters.facts import optimizer_facts
+from lamina.ddp.parameters.facts import OptimizerAgreement
 
 __all__ = ["BorrowedGroups"]
 
@@ -33,8 +32,7 @@ class BorrowedGroups(ABC):
     def __init__(self, optimizer: Optimizer) -> None:
         self.paused = False
         """Steps are made for their state alone: gradients are read from `.grad`, nobody is told."""
-        self._optimizer = weakref.ref(optimizer)
-        self._steps = 0
+        self._agreement = OptimizerAgreement(optimizer)
         self._trained: list[ParameterGroup] = []
         self._computes: dict[int, str] = {}  # names of parameters whose main ones are others
         self._after_step: list[Callable[[], None]] = []
@@ -51,7 +49,7 @@ class BorrowedGroups(ABC):
         self._after_step.append(after_step)
         for group in given:
             group.look_for_writes()  # nobody was to tell of those before
-            group.step_facts.append(weakref.WeakMethod(self.step_facts))
+            group.optimizers.append(self._agreement)
         self._trained += [group for group in given if group.requires_grad]
         self._computes.update(
             (id(ref.parameter), ref.name)
@@ -59,13 +57,6 @@ class BorrowedGroups(ABC):
             for ref, main in zip(group.refs, group.main_parameters, strict=True)
             if main is not ref.parameter
         )
-
-    def step_facts(self) -> list[Fact]:
-        """What all ranks must have in common in a step: steps so far, hyperparameters."""
-        if (optimizer := self._optimizer()) is None:
-            return []
-        steps = f"steps of {type(optimizer).__name__}", str(self._steps)
-        return [steps, *optimizer_facts(optimizer, {})]
 
     def restore(self, optimizer: Optimizer) -> None:
         """Put the user's parameters back after a step that raised; do nothing after any other."""
@@ -117,7 +108,7 @@ class BorrowedGroups(ABC):
         if not self.paused:
             for group in self._trained:
                 group.writes.forget()
-            self._steps += 1
+            self._agreement.steps += 1
             for tell in self._after_step:
                 tell()
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lamina.collectives.engine import all_reduce_small
 from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.norm.shares import whole_mesh
+from lamina.ddp.parameters.axes import whole_mesh
 from lamina.mesh import ParallelMesh
 
 __all__ = ["ShardedGradScaler", "answer_scalers"]

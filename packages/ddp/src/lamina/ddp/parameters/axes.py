@@ -26,6 +26,7 @@ __all__ = [
     "check_experts",
     "data_parallel_axes",
     "refuse_unplaced",
+    "whole_mesh",
 ]
 
 
@@ -221,6 +222,17 @@ def refuse_unplaced(
                 "(device_mesh= of fully_shard, mesh= of the others), with its tp dimension; mark "
                 "no parameter that is whole because tp has one rank"
             )
+
+
+def whole_mesh(mesh: ParallelMesh | DeviceMesh | None) -> tuple[MeshAxis, ...]:
+    """Axes that together make up all ranks of a mesh, in one order on all of them."""
+    if mesh is None:
+        return ()
+    names: Iterable[str] = ("tp", "dp_shard_cp", "dp_replicate", "pp")
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or ()
+    axes = (mesh_axis(mesh, name) for name in names)
+    return tuple(axis for axis in axes if axis.size > 1)
 
 
 def _apart(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ compares its stages itself.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Protocol
 
@@ -14,22 +14,24 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lamina.collectives.engine import CommonFacts, Fact, describe, software
+from lamina.collectives.engine import Agreement, CommonFacts, Fact, describe, software
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.parameters import ParameterRef
 
 __all__ = [
+    "OptimizerAgreement",
     "StepFacts",
     "common_facts_of",
     "digest_of",
     "optimizer_facts",
     "require_same_model",
     "require_same_over_tp",
-    "step_facts",
+    "step_agreement",
 ]
 
 _COLUMNS = 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_PLAIN = (float, int, bool, str, type(None))
 _ODD = -0x61C8864680B583EB  # 2^64 / the golden ratio: spreads small numbers over all bits
 
 
@@ -103,7 +105,6 @@ def optimizer_facts(optimizer: Optimizer, names: Mapping[int, str]) -> list[Fact
 
     Without `names` of the parameters, by `id`, it tells only how many each group holds.
     """
-    # A list, as it is made at each step: every value of a generator costs a call.
     facts = [("the optimizer's class", describe(type(optimizer)))]
     facts.append(("its number of groups", str(len(optimizer.param_groups))))
     for number, group in enumerate(optimizer.param_groups):
@@ -116,23 +117,56 @@ def optimizer_facts(optimizer: Optimizer, names: Mapping[int, str]) -> list[Fact
     return facts
 
 
+class OptimizerAgreement:
+    """What ranks' optimizers must have in common in a step: hyperparameters, and steps so far.
+
+    Note [Described when it changes]
+        Ranks compare this at the end of each step's last backward, and in each norm's message. To
+        describe and hash all hyperparameters so often would take longer than the message. So they
+        are described when their stamp has changed, which is the numbers themselves. The number of
+        steps changes at each step, and is added to the digest that there is.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._title = f"steps of {type(optimizer).__name__}"
+        self._stamp: list[object] = []
+        self._settings = Agreement(())
+        self.steps = 0
+        """How many steps were made."""
+
+    def now(self) -> Agreement | None:
+        """As it is at this moment; None where the optimizer is gone."""
+        if (optimizer := self._optimizer()) is None:
+            return None
+        stamp: list[object] = []
+        for settings in optimizer.param_groups:
+            stamp.append(len(settings["params"]))
+            for name, value in settings.items():
+                if name != "params":
+                    # What may be written in place is described, as its identity says nothing.
+                    stamp.append((name, value if type(value) in _PLAIN else describe(value)))
+        if stamp != self._stamp:
+            self._stamp, self._settings = stamp, Agreement(optimizer_facts(optimizer, {}))
+        return self._settings.with_facts((self._title, str(self.steps)))
+
+
 class Stepped(Protocol):
     """A group of parameters, as far as its optimizers are asked about."""
 
     requires_grad: bool
-    step_facts: list[weakref.WeakMethod[Callable[[], list[Fact]]]]
+    optimizers: list[OptimizerAgreement]
 
     @property
     def main_version(self) -> int:
         """How often main parameters were written."""
 
 
-def step_facts(groups: Iterable[Stepped]) -> list[Fact]:
+def step_agreement(groups: Iterable[Stepped]) -> Agreement:
     """Steps and hyperparameters of the optimizers that update some groups."""
-    # By identity: a weak reference whose optimizer is gone cannot be hashed.
-    told = {id(source): source for group in groups for source in group.step_facts}
-    facts = (source() for source in told.values())
-    return [fact for tell in facts if tell is not None for fact in tell()]
+    optimizers = dict.fromkeys(each for group in groups for each in group.optimizers)
+    known = [agreement for each in optimizers if (agreement := each.now()) is not None]
+    return known[0] if len(known) == 1 else Agreement.of_several(known)
 
 
 class StepFacts:
@@ -141,15 +175,16 @@ class StepFacts:
     def __init__(self) -> None:
         self._versions: int | None = None
 
-    def of(self, groups: Sequence[Stepped]) -> list[Fact]:
-        """`step_facts`, and of optimizers that nobody has told of, whether they have stepped."""
-        untold = [group for group in groups if group.requires_grad and not group.step_facts]
-        before, self._versions = self._versions, sum(group.main_version for group in untold)
-        facts = step_facts(groups)
-        if untold and before is not None:
+    def of(self, groups: Sequence[Stepped]) -> Agreement:
+        """`step_agreement`, and of optimizers Lamina does not know, whether they have stepped."""
+        unknown = [group for group in groups if group.requires_grad and not group.optimizers]
+        before, self._versions = self._versions, sum(group.main_version for group in unknown)
+        agreement = step_agreement(groups)
+        if unknown and before is not None:
             stepped = "made" if self._versions != before else "not made"
-            facts.append(("the step of an optimizer that Lamina does not know", stepped))
-        return facts
+            fact = "the step of an optimizer that Lamina does not know", stepped
+            agreement = agreement.with_facts(fact)
+        return agreement
 
 
 def digest_of(values: torch.Tensor, weight: int = 1) -> torch.Tensor:

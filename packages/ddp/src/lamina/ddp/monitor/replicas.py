@@ -34,8 +34,8 @@ from lamina.ddp.backward.grad_attribute import local_of
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.group.weights import shares_storage
 from lamina.ddp.inspect.inspection import groups_of
-from lamina.ddp.norm.health import shortened, words_of_all
-from lamina.ddp.norm.shares import whole_mesh
+from lamina.ddp.monitor.health import shortened, words_of_all
+from lamina.ddp.parameters.axes import whole_mesh
 from lamina.ddp.parameters.facts import digest_of
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, axis_if_there

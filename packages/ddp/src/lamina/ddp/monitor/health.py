@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives.engine import CommonFacts
-from lamina.ddp.norm.pace import NUMBERS, Pace, Straggler
+from lamina.ddp.monitor.pace import NUMBERS, Pace, Straggler
 from lamina.mesh.engine import MeshAxis
 
 __all__ = ["Decision", "HealthMonitor", "Judgement", "shortened", "words_of_all"]

@@ -64,6 +64,27 @@ def test_reshard_after_forward_decides_what_backward_gathers_again(reshard, agai
 
 
 @pytest.mark.ranks(2)
+def test_records_and_errors_give_parameters_their_names_in_the_whole_model(ranks):
+    """A module is sharded before the model around it is known, and so before its full name is."""
+
+    def purposes(model):
+        with Ledger() as ledger:
+            loss_of(model, 0, ranks.rank).backward()
+        records = ledger.records
+        return {r.purpose for r in records if r.op in ("all_gather_into", "reduce_scatter_fp32")}
+
+    mesh = mesh_of(2)
+    model = sharded(mesh)
+    wanted = purposes(fully_shard(build(), device_mesh=mesh, fsdp_unit_modules=[Block]))
+    assert len(wanted) > 2
+    assert purposes(model) == wanted
+
+    model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda p: {}[p])
+    with pytest.raises(RuntimeError, match=r"a hook of blocks\.1\.up\.weight looked"):
+        loss_of(model, 1, ranks.rank).backward()
+
+
+@pytest.mark.ranks(2)
 def test_parameters_are_sharded_before_the_model_runs(ranks):
     model = sharded(mesh_of(2))
     held = sum(p.to_local().numel() for p in model.parameters())

@@ -57,12 +57,6 @@ class BufferLayout:
     alignment: int = 128
     reordered: bool = False
 
-    @cached_property
-    def title(self) -> str:
-        """The first tensor and how many more, for messages."""
-        more = f" and {len(self.specs) - 1} more" if len(self.specs) > 1 else ""
-        return f"{self.specs[0].name}{more}" if self.specs else "nothing"
-
     @classmethod
     def plan(
         cls,

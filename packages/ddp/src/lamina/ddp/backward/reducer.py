@@ -455,7 +455,7 @@ class GradientReducer:
         if len(self._in_flight) > leave:
             self._drain(leave)
         steps = gradients.reduce(self.is_final)
-        with Serving(group.layout.title):
+        with Serving(group.weights.title):
             handle = next(steps, None)
         if handle is not None:
             self._in_flight.append((steps, handle, gradients.wire_bytes, group))
@@ -501,7 +501,7 @@ class GradientReducer:
         while len(self._in_flight) > leave:
             steps, handle, _, group = self._in_flight.popleft()
             handle.wait()
-            with Serving(group.layout.title):
+            with Serving(group.weights.title):
                 for further in steps:
                     further.wait()
             if group.has_user_hooks:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -130,7 +130,7 @@ class ParameterGroup:
         self.shows_on_compute = False
         """Whether compute parameters show final gradients too: of modules that always hold them."""
         self._mirrored = False
-        self.user_hooks = UserHooks([ref.name for ref in self.refs])
+        self.user_hooks = UserHooks()
         self._reduced: tuple[int, int] | None = None
         self._gradient_views: list[torch.Tensor] = []
         self.device = settings.device or self.refs[0].parameter.device
@@ -165,6 +165,7 @@ class ParameterGroup:
         self.gradients = self._make_gradients(scratch) if self.requires_grad else None
         self._open_windows()
         self._point_parameters_at_weights()
+        self.weights.belongs_to(self.refs)
         self.main_parameters = self._make_main_parameters()
         self.mains_are_separate = self.main_parameters[0] is not self.refs[0].parameter
         """Whether main parameters are other objects than the module's parameters in forward."""
@@ -194,6 +195,12 @@ class ParameterGroup:
                 "they have no gradients"
             )
         return self.gradients
+
+    def rename(self, names: Sequence[str]) -> None:
+        """Give the parameters the names that they have in another module around them."""
+        pairs = zip(self.refs, names, strict=True)
+        self.refs = tuple(replace(ref, name=name) for ref, name in pairs)
+        self.weights.belongs_to(self.refs)
 
     def install_compute_parameters(self) -> None:
         """Make the module hold the compute parameters (before its forward).
@@ -266,7 +273,7 @@ class ParameterGroup:
         A rank without a gradient calls them later in the backward than others.
         """
         self.look_for_writes()
-        self.user_hooks.call(self.main_parameters, called)
+        self.user_hooks.call(self.refs, self.main_parameters, called)
         self.writes.look(told=False, compared=False)
 
     def refuse_assigned(self) -> None:

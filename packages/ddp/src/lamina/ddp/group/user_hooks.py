@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from lamina.ddp.parameters.parameters import ParameterRef
+
 __all__ = ["UserHooks"]
 
 
 class UserHooks:
     """Hooks of the parameters of one group."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
+    def __init__(self) -> None:
         self.on_gradient: dict[int, dict[int, Callable[[torch.Tensor], torch.Tensor | None]]] = {}
         """By parameter and by handle, those of `register_hook`."""
         self.on_parameter: dict[int, dict[int, Callable[[torch.Tensor], None]]] = {}
@@ -44,10 +45,13 @@ class UserHooks:
             setattr(leaf, attribute, table)
 
     @torch.no_grad()
-    def call(self, mains: Sequence[nn.Parameter], called: set[int]) -> None:
+    def call(
+        self, refs: Sequence[ParameterRef], mains: Sequence[nn.Parameter], called: set[int]
+    ) -> None:
         """Call the hooks of parameters that show a final gradient, unless they have been called.
 
-        `called` are those whose hooks were called in this step; those of now are added.
+        `refs` name the parameters of the group. `called` are those whose hooks were called in this
+        step; those of now are added.
         """
         for index in sorted({*self.on_gradient, *self.on_parameter} - called):
             main = mains[index]
@@ -68,7 +72,7 @@ class UserHooks:
                     if key is not main and not (isinstance(key, int) and key == id(main)):
                         raise
                     raise RuntimeError(
-                        f"a hook of {self._names[index]} looked the parameter up in a table that "
+                        f"a hook of {refs[index].name} looked the parameter up in a table that "
                         "does not hold it: hooks get the parameter that the optimizer updates, "
                         "which model.parameters() gives after wrapping. Make tables of parameters, "
                         "and optimizers that step in backward, after wrapping"

@@ -25,6 +25,7 @@ from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
 from lamina.collectives.engine import AllGather, Serving
 from lamina.ddp.parameters.axes import DataParallelAxes
+from lamina.ddp.parameters.parameters import ParameterRef, title_of
 
 __all__ = ["Weights", "WeightsState", "WholeWeights", "Writes", "shares_storage"]
 
@@ -67,6 +68,12 @@ class Weights(ABC):
         self._changed = False
         self._written_through = False
         self._purpose = ""
+        self.title = ""
+        """The name of the group, in records and errors."""
+
+    def belongs_to(self, refs: Sequence[ParameterRef]) -> None:
+        """Say whose weights these are; said again when the parameters get other names."""
+        self.title = title_of(refs)
 
     @property
     def ready(self) -> bool:
@@ -117,8 +124,8 @@ class Weights(ABC):
         not gather, and the message about the wait has to name the cause.
         """
         if written and not self._changed:
-            title, names = self.local.layout.title, ", ".join(written[:2])
-            self._purpose = f"{title}, whose main parameters this rank has written ({names})"
+            names = ", ".join(written[:2])
+            self._purpose = f"{self.title}, whose main parameters this rank has written ({names})"
         self._changed = True
         self._invalidate()
 
@@ -130,7 +137,7 @@ class Weights(ABC):
         """Begin making the whole weights ready; collective, and harmless when they are."""
         if self.state is not WeightsState.RELEASED:
             return
-        with Serving(self._purpose or self.local.layout.title):
+        with Serving(self._purpose or self.title):
             if self._changed:
                 self._install()
                 self._changed = self._written_through = False

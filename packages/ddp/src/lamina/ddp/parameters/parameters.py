@@ -18,6 +18,7 @@ __all__ = [
     "group_parameters",
     "read_parameters",
     "spec_of",
+    "title_of",
 ]
 
 
@@ -45,6 +46,12 @@ class ParameterRef:
             # Not setattr: nn.Module's checks cost more than the swap, which happens every forward.
             if module is not None:
                 module._parameters[attribute] = parameter
+
+
+def title_of(refs: Sequence[ParameterRef]) -> str:
+    """Name a group for messages and records: its first parameter, and how many more it has."""
+    more = f" and {len(refs) - 1} more" if len(refs) > 1 else ""
+    return f"{refs[0].name}{more}"
 
 
 @dataclass(frozen=True)

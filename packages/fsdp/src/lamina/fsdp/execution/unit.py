@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from enum import Enum, auto
 from operator import attrgetter
 
@@ -180,9 +179,6 @@ class Unit:
         self._before_gather: Callable[[Unit], None] | None = None
         self.forward, self._backward = Span(), Span()
         """Its computing, in a profile."""
-        for group in groups:
-            if isinstance(group.weights, ShardedWeights):
-                group.weights.belongs_to(group)
 
     @property
     def title(self) -> str:
@@ -204,9 +200,7 @@ class Unit:
             return f"{path}.{name}" if path else name
 
         for group in self.groups:
-            group.refs = tuple(replace(ref, name=whole(ref.name)) for ref in group.refs)
-            if isinstance(group.weights, ShardedWeights):
-                group.weights.belongs_to(group)
+            group.rename([whole(ref.name) for ref in group.refs])
 
     @property
     def live_bytes(self) -> int:

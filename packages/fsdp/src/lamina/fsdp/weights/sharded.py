@@ -1,6 +1,6 @@
 """Weights of a unit that are kept as shards, gathered into their storage before compute."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from lamina.buffers import FlatBuffer, StaleStorageError, StoragePool
 from lamina.collectives import Handle, all_gather_into
 from lamina.ddp.engine import (
     DataParallelAxes,
-    ParameterGroup,
+    ParameterRef,
     Weights,
     WeightsState,
     tensors_in,
@@ -56,19 +56,20 @@ class ShardedWeights(Weights):
         is over never comes back."""
         self._fixed = False
         self._pool = pool
-        self.full = pool.register(
-            key, local.layout.size, dtype, released=_released(local.layout.title)
-        )
+        # Some parameter of the group: storage has no names, and its message cannot change later.
+        some = f"{local.layout.specs[0].name}, or another weight of its group,"
+        self.full = pool.register(key, local.layout.size, dtype, released=_released(some))
         self._destination: torch.Tensor | None = None
         self._saved_epoch: int | None = None
         self._parameters: list[nn.Parameter] = []
         self._named: list[nn.Parameter] = []
         self._released_class: type[nn.Parameter] = nn.Parameter
 
-    def belongs_to(self, group: ParameterGroup) -> None:
+    def belongs_to(self, refs: Sequence[ParameterRef]) -> None:
         """Say whose parameters are views of the storage, so that they can follow it (again)."""
-        self._parameters = group.compute_parameters
-        names = {id(ref.parameter): ref.name for ref in group.refs}
+        super().belongs_to(refs)
+        self._parameters = [ref.parameter for ref in refs]
+        names = {id(ref.parameter): ref.name for ref in refs}
         # A user's own class of parameters stays: its storage refuses all the same.
         self._named = [
             p for p in self._parameters if type(p) is nn.Parameter or isinstance(p, _Released)

@@ -230,7 +230,10 @@ def a_block_of_memory_can_be_shared():
 def trees_are_walked():
     tree = {"a": [1, (2,)], "b": 3}
     assert of_ddp.tree_leaves(tree) == of_fsdp.tree_leaves(tree) == [1, 2, 3]
-    assert of_ddp.tree_map(lambda x: -x, tree) == {"a": [-1, (-2,)], "b": -3}
+    leaves, spec = of_ddp.tree_flatten(tree)
+    assert of_ddp.tree_unflatten([-x for x in leaves], spec) == {"a": [-1, (-2,)], "b": -3}
+    assert of_ddp.tree_flatten(leaves)[0] == leaves
+    assert of_ddp.tree_flatten(spec)[0] == [spec]
     assert of_fsdp.tree_map_only(str, len, ["ab", 1]) == [2, 1]
 
 
@@ -333,7 +336,7 @@ CHECKS = {
     norms_of_several_tensors_come_at_once: "foreach_norm",
     threads_carry_objects: "set_in_thread is_in_thread get_in_thread remove_from_thread",
     a_block_of_memory_can_be_shared: "shared_block",
-    trees_are_walked: "tree_leaves tree_map tree_map_only",
+    trees_are_walked: "tree_flatten tree_leaves tree_map_only tree_unflatten",
     operators_are_seen_below_autograd: "TorchDispatchMode",
     a_rank_knows_its_shard_of_a_dtensor: "local_shape_and_offset",
     a_graph_break_runs_the_function_as_it_is: "one_graph_break",

@@ -10,15 +10,16 @@ import torch
 from torch import _foreach_norm as foreach_norm
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _will_engine_execute_node as will_execute
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
     "current_graph_task_id",
     "foreach_norm",
     "local_of_state_call",
     "queue_callback",
+    "tree_flatten",
     "tree_leaves",
-    "tree_map",
+    "tree_unflatten",
     "will_execute",
 ]
 

@@ -53,7 +53,7 @@ from lamina.ddp.parameters.parameters import (
     group_parameters,
 )
 from lamina.ddp.parameters.strategy import resolve_strategy
-from lamina.ddp.parameters.tensor_trees import map_tensors, tensors_in
+from lamina.ddp.parameters.tensor_trees import Loan, map_tensors, tensors_in
 from lamina.ddp.wrapper.module_buffers import (
     BufferPolicy,
     ModuleBuffers,
@@ -73,6 +73,7 @@ __all__ = [
     "GroupGradients",
     "GroupSettings",
     "HasGroups",
+    "Loan",
     "MemoryBudgets",
     "ModelAxes",
     "ModuleBuffers",

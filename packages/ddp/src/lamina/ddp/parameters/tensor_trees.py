@@ -2,15 +2,16 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from lamina.ddp.compat import tree_leaves, tree_map
+from lamina.ddp.compat import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["Loan", "map_tensors", "tensors_in"]
 
 _PLAIN = (str, bytes, int, float, type)  # what neither is a tensor nor holds one
 _DEPTH = 4  # objects inside objects: deep enough for outputs, too shallow for a whole model
@@ -37,40 +38,117 @@ def _walk(tree: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor]:
             yield from _walk(values, seen, depth - 1)
 
 
-def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+class Loan:
+    """Other tensors in a caller's own containers, for the time of one call of a module.
+
+    Note [Containers of the caller]
+        A module may append to a list or write into a dict that it was given, and its caller reads
+        that afterwards. So a hook that hands other tensors to the module must not hand it another
+        list: it puts them into the caller's, and `end` puts back what was there. What the module
+        has written meanwhile stays, wherever it is by then. Only tuples and frozen dataclasses,
+        which nobody writes to, are made anew. (torch's FSDP2 makes all of them anew, so there the
+        caller sees nothing of what a block writes.)
+    """
+
+    __slots__ = ("_before", "_containers", "_lent")
+
+    def __init__(self) -> None:
+        self._containers: dict[int, Any] = {}
+        self._lent: list[tuple[Any, Any, Any, int | None]] = []
+        self._before: list[torch.Tensor] = []
+
+    def put(self, container: Any, values: dict[Any, Any]) -> None:
+        """Write `values` into a container of the caller, under their keys."""
+        self._containers[id(container)] = container
+        before = dict(_items(container) or ()) if values else {}
+        for key, value in values.items():
+            self._lent.append((container, before[key], value, _version(value)))
+        _write(container, values)
+
+    def begin(self) -> None:
+        """The module is about to run."""
+        self._before = list(self._tensors())
+
+    def written(self) -> Iterator[torch.Tensor]:
+        """Tensors that the containers hold since: outputs of the module like those it returns."""
+        before = set(map(id, self._before))
+        return (tensor for tensor in self._tensors() if id(tensor) not in before)
+
+    def end(self) -> None:
+        """Put back what was there, except where the module has written to what was lent."""
+        for container, before, value, version in reversed(self._lent):
+            if _version(value) == version:
+                places = [key for key, there in _items(container) or () if there is value]
+                _write(container, dict.fromkeys(places, before))
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return tensors_in(list(self._containers.values())) if self._containers else iter(())
+
+
+def map_tensors(
+    tree: Any, change: Callable[[torch.Tensor], torch.Tensor], loan: Loan | None = None
+) -> Any:
     """The same tree with every tensor in containers and dataclasses changed.
 
-    Dataclasses are copied, never written to: they are the caller's. Other objects are passed on
-    as they are (a cache is shared on purpose).
+    What holds no tensor that changes comes back itself. Other containers are copied, or lent other
+    tensors until `loan` ends, see Note [Containers of the caller]. Other objects are passed on as
+    they are (a cache is shared on purpose).
     """
     if isinstance(tree, torch.Tensor):
         return change(tree)
-    if tree is None or isinstance(tree, _PLAIN):  # most fields of dataclasses: torch's walk is slow
+    if tree is None or isinstance(tree, _PLAIN):  # most fields of dataclasses
         return tree
-
-    def leaf(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return change(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module):
-            return _map_dataclass(value, change)
-        return value
-
-    return tree_map(leaf, tree)
-
-
-def _map_dataclass(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    changed = {}
-    for field in dataclasses.fields(value):
-        before = getattr(value, field.name, None)
-        after = map_tensors(before, change)
-        if after is before:
-            continue
-        if any(a is not b for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True)):
-            changed[field.name] = after
+    leaves: list[Any] = []
+    spec = None
+    if (items := _items(tree)) is None:  # torch may know how to take such an object apart
+        leaves, spec = tree_flatten(tree)
+        if len(leaves) == 1 and leaves[0] is tree:
+            return tree
+        items = enumerate(leaves)
+    pairs = ((key, before, map_tensors(before, change, loan)) for key, before in items)
+    changed = {key: after for key, before, after in pairs if after is not before}
+    if loan is not None and _is_written_to(tree):
+        loan.put(tree, changed)
+        return tree
     if not changed:
-        return value
-    # Not dataclasses.replace, which runs __init__ again and takes its arguments only.
-    copied = copy.copy(value)
-    for name, after in changed.items():
-        object.__setattr__(copied, name, after)
+        return tree
+    if spec is not None:
+        return tree_unflatten([changed.get(at, leaf) for at, leaf in enumerate(leaves)], spec)
+    if isinstance(tree, tuple):
+        values = [changed.get(at, value) for at, value in enumerate(tree)]
+        return tree._make(values) if hasattr(tree, "_make") else tuple(values)
+    copied = copy.copy(tree)  # not dataclasses.replace, which runs __init__ again
+    _write(copied, changed)
     return copied
+
+
+def _items(tree: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Keys and values of a container, or fields of a dataclass; None for another object."""
+    if isinstance(tree, dict):
+        return list(tree.items())
+    named = isinstance(tree, tuple) and hasattr(tree, "_make")
+    if isinstance(tree, list | deque) or type(tree) is tuple or named:
+        return enumerate(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | nn.Module):
+        return [(field.name, getattr(tree, field.name, None)) for field in dataclasses.fields(tree)]
+    return None
+
+
+def _is_written_to(tree: Any) -> bool:
+    """Whether a module may write to a container."""
+    frozen = getattr(tree, "__dataclass_params__", None)
+    return isinstance(tree, list | dict | deque) or (frozen is not None and not frozen.frozen)
+
+
+def _write(container: Any, values: dict[Any, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(container, list | dict | deque):
+            container[key] = value
+        else:
+            object.__setattr__(container, key, value)
+
+
+def _version(value: Any) -> int | None:
+    """How often a tensor was written to in place; None for what has no such count."""
+    counted = isinstance(value, torch.Tensor) and not value.is_inference()
+    return value._version if counted else None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lamina.ddp.engine import map_tensors, tensors_in
+from lamina.ddp.engine import Loan, map_tensors, tensors_in
 from lamina.fsdp.compat import function_transform
 from lamina.fsdp.execution.engine import ShardingEngine
 from lamina.fsdp.execution.unit import PendingBackward, Unit
@@ -79,6 +80,8 @@ class UnitHooks:
         self._in_method = False
         """Inside a registered method: calls of `forward` from there find the unit gathered, and
         must not release it under the method's feet."""
+        self._loans: list[Loan] = []
+        """Of calls that are going on, the innermost last: a module may call itself."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: who copies this copies one module of a sharded model, and not the whole."""
@@ -112,6 +115,7 @@ class UnitHooks:
         """Gather, and mark the inputs that gradients will come back through."""
         if self._in_method:
             return None
+        self._loans.append(loan := Loan())
         engine, unit = self.engine, self.unit
         if unit.gathered and function_transform() is not None:
             raise UnavailableError(
@@ -127,36 +131,47 @@ class UnitHooks:
         engine.before_forward(unit)
         if unit.localised:
             show_dtensors(unit.localised)
+        inputs = args, tuple(kwargs.values())
         if dtype is not None:
-            args, kwargs = _cast((args, kwargs), dtype)
+            inputs = _cast(inputs, dtype, loan)
         if torch.is_grad_enabled():
-            args, kwargs = _mark_inputs(engine, unit, (args, kwargs))
-        return args, kwargs
+            inputs = _mark_inputs(engine, unit, inputs, loan)
+        loan.begin()
+        return inputs[0], dict(zip(kwargs, inputs[1], strict=True))
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         """Watch for gradients of the outputs, and release."""
         if self._in_method:
             return None
         engine, unit = self.engine, self.unit
-        if torch.is_grad_enabled() and _mark_outputs(engine, unit, self.member, output):
+        outputs = chain(tensors_in(output), self._loans[-1].written())
+        if torch.is_grad_enabled() and _mark_outputs(engine, unit, self.member, outputs):
             engine.expect_backward(unit, self.member)
         if unit.localised:
             hide_dtensors(unit.localised)
         engine.after_forward(unit, self.member)
         return output if self._output_dtype is None else _cast(output, self._output_dtype)
 
+    def give_back(self, *_: Any) -> None:
+        """The call is over, also if it raised: the caller's containers are the caller's again."""
+        if not self._in_method and self._loans:
+            self._loans.pop().end()
+
     def call(self, module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method of the unit's module as if it was `forward`."""
         if not self.started:
             _ = module.sharding_engine  # `shard_module`: the first call of the outermost makes it
         with self.engine.watching():
-            args, kwargs = self.before(module, args, kwargs) or (args, kwargs)
-            entered, self._in_method = self._in_method, True
             try:
-                output = method(module, *args, **kwargs)
+                args, kwargs = self.before(module, args, kwargs) or (args, kwargs)
+                entered, self._in_method = self._in_method, True
+                try:
+                    output = method(module, *args, **kwargs)
+                finally:
+                    self._in_method = entered
+                return output if entered else self.after(module, args, output)
             finally:
-                self._in_method = entered
-            return output if entered else self.after(module, args, output)
+                self.give_back()
 
 
 def attach_hooks(
@@ -176,9 +191,11 @@ def attach_hooks(
     ]
     for module, hooks in zip(modules, made, strict=True):
         module.__dict__[_HOOKS] = hooks
-        before, after = map(torch.compiler.disable, (hooks.before, hooks.after))
+        steps: tuple[Any, ...] = hooks.before, hooks.after, hooks.give_back
+        before, after, give_back = map(torch.compiler.disable, steps)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after)
+        module.register_forward_hook(give_back, always_call=True)
     _settle_for_state_dicts(modules, made[0])
     return made
 
@@ -292,7 +309,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     hooks.methods.append(name)
 
 
-def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any) -> Any:
+def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any, loan: Loan) -> Any:
     """The inputs, with those that need gradients passed through one node of the graph."""
     found: dict[int, torch.Tensor] = {}
 
@@ -301,17 +318,19 @@ def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any) -> Any:
             found.setdefault(id(tensor), tensor)
         return tensor
 
-    map_tensors(inputs, note)
+    map_tensors(inputs, note, loan)
     if not found:
         return inputs
     marked = _AfterBackward.apply(  # type: ignore[no-untyped-call]
         engine, unit, unit.calls.expect(), *found.values()
     )
     replaced = dict(zip(found, marked, strict=True))
-    return map_tensors(inputs, lambda tensor: replaced.get(id(tensor), tensor))
+    return map_tensors(inputs, lambda tensor: replaced.get(id(tensor), tensor), loan)
 
 
-def _mark_outputs(engine: ShardingEngine, unit: Unit, member: int, output: Any) -> bool:
+def _mark_outputs(
+    engine: ShardingEngine, unit: Unit, member: int, outputs: Iterable[torch.Tensor]
+) -> bool:
     """Whether there are outputs that gradients may come to, which announce them from now on."""
     epochs = unit.epochs
 
@@ -319,15 +338,15 @@ def _mark_outputs(engine: ShardingEngine, unit: Unit, member: int, output: Any) 
         engine.before_backward(unit, epochs, member)
 
     marked = False
-    for tensor in tensors_in(output):
+    for tensor in outputs:
         if tensor.grad_fn is not None:  # a hook on a leaf would stay for good
             tensor.register_hook(announce)  # type: ignore[no-untyped-call]
             marked = True
     return marked
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(tree, lambda t: t.to(dtype) if torch.is_floating_point(t) else t)
+def _cast(tree: Any, dtype: torch.dtype, loan: Loan | None = None) -> Any:
+    return map_tensors(tree, lambda t: t.to(dtype) if torch.is_floating_point(t) else t, loan)
 
 
 def finish_before_steps(optimizer: Optimizer, engine: ShardingEngine) -> None:

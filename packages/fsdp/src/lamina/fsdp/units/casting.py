@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.ddp.engine import ParameterRef, map_tensors
+from lamina.ddp.engine import Loan, ParameterRef, map_tensors
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 
@@ -82,7 +82,7 @@ def keep_modules(
             if wide.is_floating_point and wide != narrow:
                 hooks = _Cast(narrow, wide)
                 module.register_forward_pre_hook(hooks.before, with_kwargs=True)
-                module.register_forward_hook(hooks.after)
+                module.register_forward_hook(hooks.after, always_call=True)  # also if it raises
 
 
 class _Cast:
@@ -92,13 +92,15 @@ class _Cast:
         self._narrow = narrow
         self._wide = wide
         self._changed = False
+        self._loan = Loan()
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._changed = False
-        args, kwargs = map_tensors((args, kwargs), self._widen)
-        return args, kwargs
+        self._changed, self._loan = False, Loan()
+        args, values = map_tensors((args, tuple(kwargs.values())), self._widen, self._loan)
+        return args, dict(zip(kwargs, values, strict=True))
 
     def after(self, _: nn.Module, __: Any, output: Any) -> Any:
+        self._loan.end()
         return map_tensors(output, self._narrowed) if self._changed else output
 
     def _widen(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -35,10 +35,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from lamina.fsdp import fully_shard
-from lamina_testing.walk import Profile, Walk, least
+from lamina_testing.walk import Profile, Walk, least, path_in_lamina
 
 UNITS, WIDTH, RANKS = 4, 64, 2
-LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp")
 
 
 class Block(nn.Module):
@@ -59,7 +58,7 @@ def make_model() -> nn.Sequential:
 
 
 def in_lamina(file: str) -> bool:
-    return any(f"/lamina/{layer}/" in file for layer in LAYERS)
+    return bool(path_in_lamina(file))
 
 
 def in_fsdp2(file: str) -> bool:
@@ -119,7 +118,7 @@ def show_files(name: str, walk: Walk, *, functions: bool) -> None:
     print(f"\n{name}")
     for file in walk.files:
         inside = {f: n for f, n in walk.calls.items() if f.file == file}
-        print(f"{sum(inside.values()):6}  {file.rpartition('/lamina/')[2]}")
+        print(f"{sum(inside.values()):6}  {path_in_lamina(file)}")
         for function, n in sorted(inside.items(), key=lambda item: -item[1]):
             if functions:
                 print(f"{n:14}  {function.name}")

@@ -589,7 +589,7 @@ def unvisited(caught: Iterable[Site]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     seen = {(site.file, site.line) for site in caught}
     for path in sorted(ROOT.glob("packages/*/src/lamina/**/*.py")):
-        file = path.as_posix().partition("/src/lamina/")[2]
+        file = path.relative_to(ROOT).as_posix().partition("/src/lamina/")[2]
         for node in ast.walk(ast.parse(path.read_text())):
             called = node.func if isinstance(node, ast.Call) else None
             if not isinstance(called, ast.Attribute) or called.attr not in WAITS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -86,7 +87,7 @@ def suite(tmp_path: Path) -> Path:
     (tmp_path / "test_suite.py").write_text(SUITE)
     (tmp_path / "docs").mkdir()
     (tmp_path / "pytest.ini").write_text(
-        f"[pytest]\npythonpath = {root}\naddopts = --import-mode=importlib\n"
+        f"[pytest]\npythonpath = {shlex.quote(str(root))}\naddopts = --import-mode=importlib\n"
     )
     (tmp_path / "conftest.py").write_text("pytest_plugins = ['tasks.matrix.plugin']\n")
     (tmp_path / ".gitignore").write_text(".matrix/\n__pycache__/\n.pytest_cache/\ndoor\n")

@@ -21,12 +21,12 @@ def test_a_step_enters_few_files_and_functions(strategy, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     import walk as benchmark
 
-    from lamina_testing.walk import Profile
+    from lamina_testing.walk import Profile, path_in_lamina
 
     with Profile(benchmark.in_lamina) as profile:
         walk = benchmark.walk_of(profile, benchmark.lamina_step(strategy), counted=5)
     files, calls = LIMITS[strategy]
-    entered = [file.rpartition("/lamina/")[2] for file in walk.files]
+    entered = [path_in_lamina(file) for file in walk.files]
     assert len(entered) <= files, entered
     assert walk.calls.total() <= calls, walk.calls.most_common(20)
 

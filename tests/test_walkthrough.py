@@ -37,7 +37,7 @@ def entered_by_stage(tmp_path: Path, ranks: int) -> dict[str, set[str]]:
     from lamina.checkpoint import CheckpointManager
     from lamina.ddp import clip_grad_norm, finalize_grads
     from lamina.fsdp import fully_shard
-    from lamina_testing.walk import Profile
+    from lamina_testing.walk import Profile, path_in_lamina
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -52,12 +52,12 @@ def entered_by_stage(tmp_path: Path, ranks: int) -> dict[str, set[str]]:
     adamw = torch.optim.AdamW(plain.parameters())
     manager = CheckpointManager(tmp_path)
     entered: dict[str, set[str]] = {}
-    with Profile(lambda file: "/lamina/" in file) as profile:
+    with Profile(lambda file: bool(path_in_lamina(file))) as profile:
 
         def run(stage: str, call: Callable[[], object]) -> object:
             with profile.walk() as walk:
                 result = call()
-            named = {f"{f.file.rpartition('/lamina/')[2]}:{f.name}" for f in walk.calls}
+            named = {f"{path_in_lamina(f.file)}:{f.name}" for f in walk.calls}
             entered[stage] = {name.replace("<locals>.", "") for name in named}
             return result
 

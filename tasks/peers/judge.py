@@ -31,6 +31,7 @@ ABSENT = re.compile(
 OTHER_WORDS = re.compile(r'AssertionError: ".*" does not match "')
 # The last frame of a traceback: file, line, function; then the line of source.
 FRAME = re.compile(r'File "([^"]+)", line \d+, in [^\n]+\n\s*([^\n]*)')
+OURS = re.compile(r"/packages/(\w+)/src/lamina/\1/")  # torch too may lie below a "lamina"
 LAST = re.compile(r"(?m)^(?:E\s+)?([\w.]*(?:Error|Exception|Refused)\w*): ([^\n]*)")
 
 
@@ -103,7 +104,7 @@ def found_verdict(text: str) -> str:
     if ABSENT.search(text):
         return "absent"
     frames = FRAME.findall(text)
-    if frames and "/lamina/" in frames[-1][0] and frames[-1][1].startswith("raise"):
+    if frames and OURS.search(frames[-1][0]) and frames[-1][1].startswith("raise"):
         return "refused"
     return "breaks"
 

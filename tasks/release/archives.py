@@ -9,7 +9,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from tasks.release.packages import Package, git
+from tasks.release.packages import SAFELY, Package, git
 
 __all__ = ["build", "build_reproducibly", "wheel_of_sdist"]
 
@@ -50,7 +50,7 @@ def date_of(package: Package, commit: str = "HEAD") -> int:
 def wheel_of_sdist(sdist: Path, where: Path, date: int) -> Path:
     """Build the wheel from a source archive, with nothing of the tree at hand."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(where / "source", filter="data")
+        archive.extractall(where / "source", **SAFELY)
     (place,) = (where / "source").iterdir()
     (wheel,) = build(place, where / "wheel", date, "wheel")
     return wheel

@@ -14,11 +14,15 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tasks.bootstrap import LAYERS
 
-__all__ = ["Kind", "Package", "Version", "git", "packages_of"]
+__all__ = ["SAFELY", "Kind", "Package", "Version", "git", "packages_of"]
+
+# `extractall` refuses what would lie outside its directory. Before Python 3.11.4 it cannot, and all
+# archives here were made by ourselves a moment before.
+SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 Kind = Literal["major", "minor", "patch"]
 
@@ -181,7 +185,7 @@ class Package:
         done = subprocess.run(command, cwd=self.root, capture_output=True, check=True)
         where.mkdir(parents=True, exist_ok=True)
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            archive.extractall(where, filter="data")
+            archive.extractall(where, **SAFELY)
         return Package(where, self.layer)
 
 

@@ -373,6 +373,35 @@ def test_a_layer_that_does_not_import_breaks_only_its_own_tests(tmp_path, monkey
     assert run.stdout.splitlines()[-1].strip("= ").startswith("1 failed, 1 passed")
 
 
+LATE = """
+import os, sys, time
+import pytest
+
+@pytest.mark.ranks(2)
+def test_peer_has_joined(ranks):
+    assert os.path.exists("joined")
+
+if "torch.distributed" in sys.modules:  # in a rank
+    import torch.distributed as dist
+    join = dist.init_process_group
+
+    def join_late(*words, rank, **options):
+        join(*words, rank=rank, **options)
+        if rank == 0:
+            time.sleep(0.5)
+            open("joined", "w").close()
+
+    dist.init_process_group = join_late
+"""
+
+
+def test_no_rank_begins_before_all_have_joined(tmp_path):
+    """Or else one that fails at once closes connections that its peers are still making."""
+    (tmp_path / "test_late.py").write_text(LATE)
+    run = run_pytest(tmp_path)
+    assert "1 passed" in run.stdout, run.stdout
+
+
 THREE_HUNDRED = """
 import pytest
 

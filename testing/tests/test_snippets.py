@@ -74,10 +74,11 @@ def test_the_interpreter_and_the_environment_can_be_chosen(tmp_path, monkeypatch
     path = tmp_path / "ENV.md"
     path.write_text(
         "```python\nimport os, sys\n"
-        "print(sys.executable, [os.environ.get(n) for n in ('RANK', 'PYTHONPATH', 'MINE')])\n```\n"
+        "print(sys.executable)\n"
+        "print([os.environ.get(n) for n in ('RANK', 'PYTHONPATH', 'MINE')])\n```\n"
     )
     printed = run_only_python_block(path, interpreter=sys.executable, environment={"MINE": "1"})
-    assert printed.split(" ", 1)[1] == "[None, None, '1']\n"
+    assert printed == f"{sys.executable}\n[None, None, '1']\n"
 
 
 def test_a_readme_needs_exactly_one_block(page, tmp_path):

@@ -13,6 +13,8 @@ import torch
 from border.case import BF16, OURS, TORCH, Case
 from torch import Tensor
 
+from lamina_testing.walk import path_in_lamina
+
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.06}
 """Of a tensor's norm. What went wrong in silence was off by a tenth and more."""
 BUGS = (AssertionError, KeyError, IndexError, NameError)
@@ -122,7 +124,7 @@ def _of_error(chosen: Use, case: Case, error: Exception) -> tuple[str, str]:
         if not missing:
             return "refused", detail
         return "crash", f"{detail} [does not say {missing}]"
-    own = "/lamina/" in frames[-1].filename
+    own = path_in_lamina(frames[-1].filename)
     if own and not isinstance(error, BUGS) and len(head) > 40:
         return "refused", detail
     return "crash", detail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import io
 import json
@@ -277,6 +278,53 @@ def test_nothing_that_metadata_may_name_can_be_changed(tmp_path):
         real = getattr(sys.modules.get(module), name, None)  # not every Python has pathlib._local
         shared = [real, _KNOWN[module, name], torch.strided, *_MEM_FORMAT_ENCODING]
         assert not any(hasattr(one, "planted") for one in shared)
+
+
+class _AsPython3112(pickle.Pickler):
+    """Writes members of enums as Python 3.11.2 does, whatever Python this is."""
+
+    def reducer_override(self, made):
+        return (getattr, (type(made), made.name)) if isinstance(made, enum.Enum) else NotImplemented
+
+
+class _AsPython3117(pickle.Pickler):
+    def reducer_override(self, made):
+        return (type(made), (made.value,)) if isinstance(made, enum.Enum) else NotImplemented
+
+
+@pytest.mark.parametrize("pickler", [_AsPython3112, _AsPython3117])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_metadata_of_every_release_of_python_is_read(saved, pickler, protocol):
+    metadata = pickle.loads((saved / STEP / ".metadata").read_bytes())
+    pickler(file := io.BytesIO(), protocol).dump(metadata)
+    assert (b"getattr" in file.getvalue()) == (pickler is _AsPython3112)
+    read = read_metadata(LocalLocation(saved / STEP), file.getvalue())
+    assert read.state_dict_metadata == metadata.state_dict_metadata
+    assert read.storage_data == metadata.storage_data
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "name"),
+    [
+        (_METADATA, "_MEM_FORMAT_ENCODING", "__init__"),
+        (_METADATA, "_MEM_FORMAT_ENCODING", "__subclasses__"),
+        (_METADATA, "_MEM_FORMAT_ENCODING", "_member_map_"),
+        (_METADATA, "Metadata", "TORCH_CONTIGUOUS_FORMAT"),
+        ("torch.serialization", "_get_layout", "__globals__"),
+        ("builtins", "getattr", "__self__"),
+        ("collections", "OrderedDict", "fromkeys"),
+        ("torch", "Size", "numel"),
+    ],
+)
+def test_metadata_gets_members_of_its_enum_and_no_other_attribute(saved, module, owner, name):
+    text = f"\x80\x04cbuiltins\ngetattr\nc{module}\n{owner}\nU{chr(len(name))}{name}\x86R."
+    if owner == "Size":
+        assert pickle.loads(text.encode("latin1")) is torch.Size.numel
+    with pytest.raises(CheckpointUnsafeError, match=f"asks for the attribute '{name}' of"):
+        read_metadata(LocalLocation(saved / STEP), text.encode("latin1"))
 
 
 _FOREVER = (1 << 33).to_bytes(8, "little")  # 8 GiB

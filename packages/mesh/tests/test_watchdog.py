@@ -11,12 +11,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+import lamina.mesh
 from lamina.mesh import init_distributed
 from lamina.mesh.engine import Activity, Wait, running_watchdog
 from lamina.mesh.verdict import Report, verdict
-from lamina.mesh.watchdog import Watchdog
+from lamina.mesh.watchdog import _FOREIGN, Watchdog
 
 
 def eventually(condition, seconds=50.0):
@@ -226,6 +228,14 @@ def test_words_for_other_ranks_are_there_until_they_are_replaced(tmp_path):
     finally:
         watchdog.close()
         other.close()
+
+
+def test_a_line_is_the_users_wherever_the_program_lies():
+    """It is named as the place where a rank is, and a clone is called "lamina" or "torch"."""
+    for file in ("/home/me/lamina/train.py", "/home/me/torch/lamina/mesh/train.py", __file__):
+        assert not file.startswith(_FOREIGN)
+    for module in (torch.nn, lamina.mesh, threading):
+        assert module.__file__.startswith(_FOREIGN)
 
 
 def test_a_wait_beyond_the_soft_limit_is_told_by_the_first_rank_and_in_a_file(

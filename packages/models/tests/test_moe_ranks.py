@@ -7,7 +7,6 @@ import sys
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -39,6 +38,7 @@ from lamina.models import (
 )
 from lamina.models.engine import cut_weight
 from lamina_testing import delayed_collectives
+from lamina_testing.walk import path_in_lamina
 
 from . import moe_oracle
 
@@ -159,7 +159,7 @@ def test_the_host_waits_for_the_device_once_per_layer(ranks):
 def watch(function, seen):
     def watched(*args, **settings):
         # Sums on a CPU look at numbers of their own, which no device has to finish first.
-        if "lamina/models" in Path(sys._getframe(1).f_code.co_filename).as_posix():
+        if path_in_lamina(sys._getframe(1).f_code.co_filename).startswith("models/"):
             seen.append(function.__name__)
         return function(*args, **settings)
 

@@ -27,8 +27,8 @@ compiling: Callable[[], bool] = bool  # False until torch is imported
 def name_of(path: str) -> str:
     """Return `layer/file` for a layer's source, and "" for other files."""
     packages = os.environ.get("LAMINA_ENTERED_PACKAGES", "")
-    _, found, name = path.partition("/src/lamina/")
-    return name if found and path.startswith(packages) else ""
+    _, _, name = path.removeprefix(packages).partition("/src/lamina/")
+    return name if path.startswith(packages) else ""
 
 
 def install(out: str) -> None:

@@ -78,7 +78,7 @@ CALLED = {
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 # Files that read no number of a GPU: torch's optimizers count steps on the host, and a GPU has
 # another sum, which leaves its statistics there.
-OF_THE_HOST = ("/torch/optim/", "/lamina/collectives/reduction/summation.py")
+OF_THE_HOST = ("/torch/optim/", "/src/lamina/collectives/reduction/summation.py")
 MACHINERY = ("/lamina_testing/", "/torch/_compile.py", "/torch/_dynamo/")
 
 

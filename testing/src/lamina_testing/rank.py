@@ -250,6 +250,11 @@ def _join(assignment: Assignment, rank: int) -> torch.device:
                 timeout=limit,
                 device_id=device if job.backend == "nccl" else None,
             )
+            # Note [All ranks join before one begins]
+            # A rank has joined when it is connected to the others. They may still look for this
+            # one then. If its body failed at once, its connections would close, and on a busy
+            # machine a peer would fail before its own body, with an error of gloo's start-up.
+            dist.all_reduce(torch.zeros(1))  # by gloo, also beside NCCL
     return device
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lamina_testing.autograd_streams import AutogradStreams
 from lamina_testing.happens_before import HOST, Access, Event, History
+from lamina_testing.walk import path_in_lamina
 
 __all__ = [
     "COLLECTIVES",
@@ -35,7 +36,6 @@ __all__ = [
 
 COMPUTE = "compute"
 COLLECTIVES = "nccl "  # so begin the names of the streams on which collectives run
-PACKAGES = "/src/lamina/"
 SCHEDULES = "/site-packages/torch/distributed/pipelining/"
 # Files whose frames lie between a wait and the line that asked for it.
 BETWEEN = (
@@ -82,20 +82,18 @@ def caller() -> Site | None:
     while frame.f_back is not None and frame.f_code.co_filename.endswith(BETWEEN):
         frame = frame.f_back
     name = frame.f_code.co_filename
-    for root, before in (PACKAGES, ""), (SCHEDULES, "torch: "):
-        if root in name:
-            file = before + name.partition(root)[2]
-            return Site(file, frame.f_code.co_qualname, frame.f_lineno)
-    return None
+    file = path_in_lamina(name)
+    if not file and SCHEDULES in name:
+        file = f"torch: {name.rpartition(SCHEDULES)[2]}"
+    return Site(file, frame.f_code.co_qualname, frame.f_lineno) if file else None
 
 
 def nearest() -> str:
     """Return the innermost line of the packages on the stack, or ""."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if PACKAGES in name:
-            return f"{name.partition(PACKAGES)[2]}:{frame.f_lineno}"
+        if file := path_in_lamina(frame.f_code.co_filename):
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 

@@ -10,16 +10,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import operator
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import ClassVar, NamedTuple
 
-__all__ = ["Function", "Profile", "Walk", "least"]
+__all__ = ["Function", "Profile", "Walk", "least", "path_in_lamina"]
+
+
+@functools.cache
+def path_in_lamina(file: str) -> str:
+    """Return a source's path from its layer on, such as "fsdp/unit.py"; "" if it is no layer's.
+
+    The directories are those that `import lamina` searches. The words in a path say nothing: a
+    clone is called "lamina", and so its torch lies below a directory of this name too.
+    """
+    for place in importlib.import_module("lamina").__path__:
+        if Path(file).is_relative_to(place):
+            return Path(file).relative_to(place).as_posix()
+    return ""
 
 
 class Function(NamedTuple):

@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its stubs
 
 from lamina.mesh.verdict import Report, Wait, verdict
@@ -51,7 +52,13 @@ _ANSWERS_WITHIN = 4.0
 _ENDS_WITHIN = 2.0
 _BEAT = 2.0
 _SILENCE_AFTER_FAILURE = 6.0
-_FOREIGN = (f"{os.sep}torch{os.sep}", f"{os.sep}lamina{os.sep}", f"{os.sep}threading.py")
+# Files that are not the user's program. The user's own directory may be called "lamina" or "torch",
+# so words in a path say nothing.
+_FOREIGN = (
+    *(os.path.join(place, "") for place in sys.modules["lamina"].__path__),
+    os.path.join(os.path.dirname(torch.__file__), ""),
+    threading.__file__,
+)
 
 
 @dataclass(frozen=True)
@@ -354,7 +361,7 @@ class Watchdog:
         """
         frame = sys._current_frames().get(self._main or 0)
         spot = None if frame is None else (id(frame), frame.f_lasti)
-        inside = frame is not None and any(one in frame.f_code.co_filename for one in _FOREIGN)
+        inside = frame is not None and frame.f_code.co_filename.startswith(_FOREIGN)
         now = time.monotonic()
         if spot != self._still[0] or not inside:
             self._still = spot, now
@@ -396,7 +403,7 @@ class Watchdog:
         activity = self._activity()
         frame = sys._current_frames().get(self._main or 0)
         stack = [] if frame is None else traceback.extract_stack(frame)
-        own = [one for one in stack if not any(part in one.filename for part in _FOREIGN)] or stack
+        own = [one for one in stack if not one.filename.startswith(_FOREIGN)] or stack
         at = f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else "?"
         text = traceback.format_list(stack)
         report = Report(

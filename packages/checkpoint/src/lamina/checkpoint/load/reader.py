@@ -112,6 +112,17 @@ def _path_text(*parts: str) -> str:  # of a checkpoint that plain DCP wrote; not
     return "/".join(parts)
 
 
+def _member(owner: object, name: object) -> _MemoryFormat:
+    # Note [Members of an enum]
+    # Pickle writes a member as a call of its class with the member's value. The first releases of
+    # Python 3.11 write `getattr(class, name)`, such as 3.11.2, which Debian 12 has. So `getattr`
+    # stands for this alone: it gives members of this enum, and no attribute of anything else.
+    if owner is not _KNOWN[_MEMORY_FORMAT] or name not in MemoryFormatCode.__members__:
+        _forged(f"asks for the attribute {name!r} of {owner!r}")
+    return _MemoryFormat(MemoryFormatCode[str(name)].value)
+
+
+_MEMORY_FORMAT = (MemoryFormatCode.__module__, "_MEM_FORMAT_ENCODING")
 # What DCP's metadata is made of.
 _KNOWN: dict[tuple[str, str], Any] = {
     # Whose making runs no code of the file's, and which nobody can set attributes of.
@@ -124,9 +135,9 @@ _KNOWN: dict[tuple[str, str], Any] = {
         for k in _RECORDS
     },
     **{path: _maker_of(path[1], _path_text) for path in _PATHS},
-    (MemoryFormatCode.__module__, "_MEM_FORMAT_ENCODING"): _maker_of(
-        "_MEM_FORMAT_ENCODING", _MemoryFormat
-    ),
+    _MEMORY_FORMAT: _maker_of("_MEM_FORMAT_ENCODING", _MemoryFormat),
+    ("builtins", "getattr"): _maker_of("getattr", _member),
+    ("__builtin__", "getattr"): _maker_of("getattr", _member),  # as protocol 2 writes it
     ("torch.serialization", "_get_layout"): _maker_of("_get_layout", get_layout),
     **{("torch", name): getattr(torch, name) for name in _DTYPES if hasattr(torch, name)},
 }

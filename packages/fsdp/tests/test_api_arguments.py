@@ -11,10 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.collectives import Ledger
-from lamina.ddp import full_gradients, full_parameters
+from lamina.ddp import (
+    DistributedDataParallelConfig,
+    HealthMonitor,
+    ReplicaMonitor,
+    full_gradients,
+    full_parameters,
+)
 from lamina.ddp.engine import resolve_strategy
-from lamina.fsdp import MixedPrecisionPolicy, UnavailableError, fully_shard
-from lamina.fsdp.settings.megatron_names import MegatronNames
+from lamina.fsdp import MixedPrecisionPolicy, UnavailableError, fully_shard, shard_module
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.units.plan import resolve_unit_classes
 from lamina.mesh import ParallelLayout, mark
@@ -72,26 +77,53 @@ def test_all_documented_arguments_are_there():
     assert [name for name in DOCUMENTED if name not in parameters] == []
 
 
-def test_every_argument_reaches_the_settings_under_its_own_name_and_default(monkeypatch):
+def test_signature_types_and_help_are_those_of_the_settings(monkeypatch):
     keywords = {p.name: p for p in inspect.signature(fully_shard).parameters.values()}
     del keywords["module"], keywords["optimizer"]
-    known = {one.name: one for kind in (ShardingSettings, MegatronNames) for one in fields(kind)}
-    assert {name: (one.type, one.default) for name, one in known.items()} == {
+    assert {one.name: (one.type, one.default) for one in fields(ShardingSettings)} == {
         name: (one.annotation, one.default) for name, one in keywords.items()
     }
-    given = {name: object() for name in keywords}
+    for name in keywords:
+        assert f"\n        {name}: " in fully_shard.__doc__, name
     passed = []
+    monkeypatch.setattr(api, "_shard", lambda module, optimizer, settings: passed.append(settings))
+    fully_shard(nn.Linear(1, 1), zero_dp_strategy=2, reduce_budget=7)
+    assert passed == [ShardingSettings(zero_dp_strategy=2, reduce_budget=7)]
 
-    def refuse(module, optimizer, settings, names):
-        passed.append(settings | names)
-        raise InterruptedError
 
-    monkeypatch.setattr(api, "_shard", refuse)
-    monkeypatch.setattr(api, "ShardingSettings", lambda **settings: settings)
-    monkeypatch.setattr(api, "MegatronNames", lambda **names: names)
-    with pytest.raises(InterruptedError):
-        fully_shard(nn.Linear(1, 1), **given)
-    assert passed == [given]
+WRONG = {
+    "a string for bytes": (lambda: fully_shard(OddNet(), gather_budget="1GB"), "in bytes"),
+    "a string for bytes of messages": (
+        lambda: fully_shard(OddNet(), reduce_message_bytes="32MiB"),
+        "int, in bytes",
+    ),
+    "a string for yes and no": (lambda: fully_shard(OddNet(), overlap_grad_reduce="no"), "bool"),
+    "a number for yes and no": (lambda: fully_shard(OddNet(), check_order=1), "bool"),
+    "a name in place of several": (
+        lambda: fully_shard(OddNet(), fsdp_unit_modules="Block"),
+        r"Sequence\[type",
+    ),
+    "a dtype of integers": (lambda: MixedPrecisionPolicy(param_dtype=torch.int8), "floating"),
+    "a dtype by name": (lambda: MixedPrecisionPolicy(param_dtype="bf16"), "give dtype or None"),
+    "patterns without quotes": (lambda: fully_shard(OddNet(), zero_dp_strategy={1: 3}), "Mapping"),
+    "a half strategy": (lambda: fully_shard(OddNet(), zero_dp_strategy=1.5), "int or str"),
+    "no bytes": (lambda: fully_shard(OddNet(), reduce_budget=0), "at least 1 bytes"),
+    "half an element": (lambda: DistributedDataParallelConfig(bucket_size=1.5), "in elements"),
+    "buckets in words": (lambda: DistributedDataParallelConfig(bucket_size="32MiB"), "in elements"),
+    "a limit in words": (lambda: DistributedDataParallelConfig(check_for_large_grads="1"), "float"),
+    "a list for one module": (lambda: HealthMonitor(limit="10"), "float"),
+    "steps in words": (lambda: ReplicaMonitor(OddNet(), steps="64"), "int"),
+    "resharding in words": (lambda: shard_module(OddNet(), reshard_after_forward="yes"), "bool"),
+    "a policy of buffers": (lambda: fully_shard(OddNet(), broadcast_buffers="no"), "'never'"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_value_of_another_type_or_unit_is_refused_with_both(wrong):
+    call, pattern = WRONG[wrong]
+    with pytest.raises((TypeError, ValueError), match=pattern) as told:
+        call()
+    assert len(str(told.value).splitlines()) == 1
 
 
 @pytest.mark.matrix(few=6)

@@ -34,6 +34,7 @@ from lamina.checkpoint.storage.retention import Kept, Retention, whole
 from lamina.checkpoint.storage.scrubber import Scrubber
 from lamina.checkpoint.storage.stores import store_of
 from lamina.mesh import ParallelMesh
+from lamina.mesh.engine import check_arguments
 
 __all__ = ["CheckpointManager"]
 
@@ -101,6 +102,7 @@ class CheckpointManager:
         1 1
     """
 
+    @check_arguments
     def __init__(
         self,
         directory: str | os.PathLike[str],

@@ -57,7 +57,6 @@ from lamina.ddp.parameters.tensor_trees import Loan, map_tensors, tensors_in
 from lamina.ddp.wrapper.module_buffers import (
     BufferPolicy,
     ModuleBuffers,
-    check_buffer_policy,
 )
 from lamina.ddp.wrapper.param_gathers import registration_refusal
 
@@ -93,7 +92,6 @@ __all__ = [
     "adopt_main_parameters",
     "answer_scalers",
     "await_backward",
-    "check_buffer_policy",
     "check_dimensions",
     "check_experts",
     "collect_parameters",

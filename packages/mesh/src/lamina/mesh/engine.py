@@ -1,8 +1,9 @@
 """What the layers above build on: axes of any mesh, environment, roles, random streams, words."""
 
+from lamina.mesh.arguments import check_arguments, check_fields, setting, translates
 from lamina.mesh.axis import MeshAxis, axis_if_there, mesh_axis, named_mesh
 from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_AXES
-from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError, translates
+from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError
 from lamina.mesh.hosts import host_groups, host_runs, host_words, ranks_per_host, split_over_hosts
 from lamina.mesh.machine import Machine
 from lamina.mesh.process_groups import ends_before_groups, running_watchdog
@@ -28,6 +29,8 @@ __all__ = [
     "Seeded",
     "Wait",
     "axis_if_there",
+    "check_arguments",
+    "check_fields",
     "copy_role",
     "copy_roles",
     "ends_before_groups",
@@ -42,6 +45,7 @@ __all__ = [
     "require_overlap",
     "require_stream",
     "running_watchdog",
+    "setting",
     "split_over_hosts",
     "translates",
 ]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from lamina.collectives.engine import CommonFacts
 from lamina.ddp.monitor.pace import NUMBERS, Pace, Straggler
-from lamina.mesh.engine import MeshAxis
+from lamina.mesh.engine import MeshAxis, check_arguments
 
 __all__ = ["Decision", "HealthMonitor", "Judgement", "shortened", "words_of_all"]
 
@@ -126,6 +126,7 @@ class HealthMonitor:
         <Decision.STEP: 'step'>
     """
 
+    @check_arguments
     def __init__(
         self,
         *,

@@ -38,7 +38,7 @@ from lamina.ddp.monitor.health import shortened, words_of_all
 from lamina.ddp.parameters.axes import whole_mesh
 from lamina.ddp.parameters.facts import digest_of
 from lamina.mesh import ParallelMesh
-from lamina.mesh.engine import MeshAxis, axis_if_there
+from lamina.mesh.engine import MeshAxis, axis_if_there, check_arguments
 
 __all__ = ["ReplicaError", "ReplicaMonitor"]
 
@@ -90,6 +90,7 @@ class ReplicaMonitor:
         >>> norm = clip_grad_norm(model, 1.0, replicas=replicas)
     """
 
+    @check_arguments
     def __init__(
         self,
         module: nn.Module | Sequence[nn.Module],

@@ -7,7 +7,8 @@ import torch
 
 from lamina.ddp.gradients.reduction import resolve_reduction
 from lamina.ddp.parameters.strategy import Strategy, resolve_strategy
-from lamina.ddp.wrapper.module_buffers import BufferPolicy, check_buffer_policy
+from lamina.ddp.wrapper.module_buffers import BufferPolicy
+from lamina.mesh.engine import check_fields, setting
 
 __all__ = ["DistributedDataParallelConfig"]
 
@@ -17,6 +18,7 @@ class DistributedDataParallelConfig:
     """How gradients are kept and summed, and how updated weights come back.
 
     Raises:
+        TypeError: for a value of another type.
         ValueError: for settings that contradict each other, or that would do nothing.
 
     Attributes:
@@ -87,11 +89,11 @@ class DistributedDataParallelConfig:
     align_param_gather: bool = False
     use_distributed_optimizer: bool = False
     zero_dp_strategy: int | str | Strategy | None = None
-    num_distributed_optimizer_instances: int | None = None
+    num_distributed_optimizer_instances: int | None = setting(None, least=1)
     check_for_nan_in_grad: bool = False
     check_for_large_grads: float | None = None
-    bucket_size: int | None = None
-    num_buckets: int | None = None
+    bucket_size: int | None = setting(None, least=1, unit="elements")
+    num_buckets: int | None = setting(None, least=1)
     pad_buckets_for_high_nccl_busbw: bool = False
     reduce_scatter_with_fp32_accumulation: bool = False
     average_in_collective: bool = False
@@ -104,25 +106,21 @@ class DistributedDataParallelConfig:
     moments_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        largest = self.check_for_large_grads
+        if isinstance(largest, bool) or (isinstance(largest, int | float) and not largest > 0):
+            raise ValueError(
+                f"check_for_large_grads={largest} is no limit: give the "
+                "largest magnitude that is still right, such as 1e4, or None not to look"
+            )
+        check_fields(self)
         if self.bucket_size is not None and self.num_buckets is not None:
             raise ValueError(
                 f"bucket_size={self.bucket_size} and num_buckets={self.num_buckets} both say how "
                 "large a bucket is: give one"
             )
-        for name in ("bucket_size", "num_buckets", "num_distributed_optimizer_instances"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
         self._check_strategy()
         self._check_gathers()
-        largest = self.check_for_large_grads
-        if isinstance(largest, bool) or (largest is not None and not largest > 0):
-            raise ValueError(
-                f"check_for_large_grads={largest} is no limit: give the "
-                "largest magnitude that is still right, such as 1e4, or None not to look"
-            )
         self._check_reduction()
-        check_buffer_policy(self.broadcast_buffers)
 
     @property
     def strategy(self) -> Strategy:

@@ -14,19 +14,10 @@ from lamina.collectives.engine import broadcast
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.mesh import role_of
 
-__all__ = ["BufferPolicy", "ModuleBuffers", "check_buffer_policy"]
+__all__ = ["BufferPolicy", "ModuleBuffers"]
 
 BufferPolicy = Literal["forward", "start", "never"] | bool
 """The setting `broadcast_buffers` of every wrapper. True and False are "forward" and "never"."""
-
-
-def check_buffer_policy(policy: BufferPolicy) -> None:
-    """Raise ValueError for a setting that is none of the policies."""
-    if policy not in ("forward", "start", "never", True, False):
-        raise ValueError(
-            f"broadcast_buffers={policy!r}: it is 'forward' (before each forward of training), "
-            "'start' (once) or 'never'"
-        )
 
 
 class ModuleBuffers:

@@ -64,6 +64,13 @@ def resolve(
         mesh = ParallelLayout().build()
     dense, expert = resolve_meshes(mesh, settings)
     refs, model = collect_parameters(module), model_axes(mesh, settings)
+    on_meta = not refs or any(ref.parameter.is_meta for ref in refs)
+    if settings.init_model_with_meta_device and not on_meta:
+        raise ValueError(
+            f"init_model_with_meta_device=True, and none of the {len(refs)} parameters of "
+            f"{type(module).__name__} is on the meta device: build it under "
+            'torch.device("meta"), or leave the argument out'
+        )
     # A mesh that the user has made, and that names tp, says how many ranks it has: one, perhaps.
     if settings.device_mesh is None or model.tp is None:
         refuse_unplaced(refs, dense, model.tp)

@@ -46,7 +46,7 @@ from lamina.fsdp.units.dtensors import localise_dtensors
 from lamina.fsdp.units.materialise import refuse_unwritten_buffers
 from lamina.fsdp.units.plan import UnitPlan, refuse_container
 from lamina.mesh import ParallelMesh
-from lamina.mesh.engine import named_mesh, translates
+from lamina.mesh.engine import check_arguments, named_mesh, translates
 
 __all__ = ["ModuleWithUnit", "shard_module"]
 
@@ -129,6 +129,7 @@ def _typed(
 
 @_typed
 @translates(_FOREIGN)
+@check_arguments
 def shard_module(
     module: nn.Module | list[nn.Module],
     mesh: ParallelMesh | DeviceMesh | None = None,
@@ -137,7 +138,7 @@ def shard_module(
     mp_policy: Any = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     broadcast_buffers: BufferPolicy = "start",
 ) -> ModuleWithUnit | list[ModuleWithUnit]:
     """Shard one module's parameters, those of sharded modules inside it excepted (collective).

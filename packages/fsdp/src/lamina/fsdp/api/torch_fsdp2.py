@@ -23,7 +23,6 @@ from lamina.ddp.engine import (
     DataParallelAxes,
     ModuleBuffers,
     ParameterGroup,
-    check_buffer_policy,
     collect_parameters,
     data_parallel_axes,
     refuse_wrapped,
@@ -31,7 +30,7 @@ from lamina.ddp.engine import (
 )
 from lamina.fsdp.units.plan import plan_units
 from lamina.mesh import ParallelMesh, role_of
-from lamina.mesh.engine import MODEL_AXES, mesh_axis, require_overlap
+from lamina.mesh.engine import MODEL_AXES, check_fields, mesh_axis, require_overlap
 
 __all__ = ["TorchFullyShardedDataParallel", "TorchFullyShardedDataParallelConfig"]
 
@@ -62,7 +61,7 @@ class TorchFullyShardedDataParallelConfig:
     broadcast_buffers: BufferPolicy = "never"
 
     def __post_init__(self) -> None:
-        check_buffer_policy(self.broadcast_buffers)
+        check_fields(self)
         if self.gradient_accumulation_fusion:
             raise ValueError(
                 "gradient_accumulation_fusion=True writes weight gradients past `.grad`, where "

@@ -54,6 +54,8 @@ def resolve_meshes(
     expert = _expert_axes(mesh, settings, dense)
     dense = _with_gather("fsdp_group_ag", settings.fsdp_group_ag, dense) or dense
     expert = _with_gather("expt_fsdp_group_ag", settings.expt_fsdp_group_ag, expert)
+    _check_hybrid("hybrid_fsdp_group", settings.hybrid_fsdp_group, dense)
+    _check_hybrid("hybrid_fsdp_expt_group", settings.hybrid_fsdp_expt_group, expert)
     return dense, expert
 
 
@@ -65,13 +67,13 @@ _REMEDY = (
 
 
 def computing_device(
-    module: nn.Module, mesh: Mesh, asked: torch.device | str | None
+    module: nn.Module, mesh: Mesh, asked: torch.device | str | int | None
 ) -> torch.device:
     """Where a model computes: where it was asked to, else on the mesh's kind of device.
 
     A model that is on an accelerator stays there under a mesh of CPUs (gloo serves both).
     """
-    device = torch.device(asked or mesh.device_type)
+    device = torch.device(mesh.device_type if asked is None else asked)
     for parameter in module.parameters() if asked is None else ():
         if not parameter.is_meta and device.type in ("cpu", parameter.device.type):
             return parameter.device
@@ -175,3 +177,21 @@ def _with_gather(
 
 def _names(given: Names | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given or ())
+
+
+def _check_hybrid(argument: str, group: ProcessGroup | None, axes: DataParallelAxes | None) -> None:
+    """A group over both axes has to agree with them."""
+    if group is None:
+        return
+    if axes is None:
+        raise ValueError(
+            f"{argument} is given, and the mesh has no expert axes: pass expt_device_mesh"
+        )
+    members = tuple(dist.get_process_group_ranks(group))
+    mine = {*axes.outer.ranks, *axes.inner.ranks}
+    if len(members) != axes.size or not mine <= set(members):
+        raise ValueError(
+            f"{argument} has ranks {members}, and the mesh says {axes.size} ranks with at least "
+            f"{sorted(mine)} among them ({axes.describe()}): flatten dp_outer_dim and dp_shard_dim "
+            "of the same mesh"
+        )

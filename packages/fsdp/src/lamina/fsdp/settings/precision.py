@@ -2,12 +2,13 @@
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
 
 from lamina.ddp.engine import GroupDtypes, resolve_dtypes
+from lamina.mesh.engine import check_fields
 
 __all__ = ["MixedPrecisionPolicy", "WeightCodec", "policy_from"]
 
@@ -68,6 +69,10 @@ class MixedPrecisionPolicy:
         encoded: names (`fnmatch` patterns) of the parameters that `weight_codec` encodes; the
             others are gathered as they are. All by default.
 
+    Raises:
+        TypeError: for a value of another type.
+        ValueError: for a dtype that is not floating.
+
     Examples:
         >>> policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_full_precision=["*bias"])
         >>> model = fully_shard(torch.nn.Linear(8, 1), mixed_precision_policy=policy)
@@ -84,6 +89,17 @@ class MixedPrecisionPolicy:
     weight_codec: WeightCodec | None = None
     encoded: Sequence[str] = ("*",)
     moments_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for one in fields(self):
+            dtype = getattr(self, one.name)
+            if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+                raise ValueError(
+                    f"MixedPrecisionPolicy({one.name}={dtype}): weights and gradients are "
+                    "computed in floating dtypes, such as torch.bfloat16; weight_codec= keeps "
+                    "weights in other ones"
+                )
 
     def keeps(self, name: str) -> bool:
         """Whether a parameter or buffer of this name is kept in full precision."""

@@ -14,11 +14,11 @@ TINY |= {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64}
 TINY |= {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
 
 
-def llama():
+def llama(**settings):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(11)
-    return LlamaForCausalLM(LlamaConfig(**TINY)).train()
+    return LlamaForCausalLM(LlamaConfig(**TINY | settings)).train()
 
 
 def rows(count=RANKS * BATCH * STEPS, seed=5):

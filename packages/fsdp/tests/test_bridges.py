@@ -9,9 +9,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lamina.ddp import full_parameters
+from lamina.fsdp import fully_shard
+from lamina.fsdp.bridges.trainer_state import whole_state
 from lamina.fsdp.module.sharded_module import is_sharded
 
 from .bridge_runs import (
@@ -38,6 +41,51 @@ TRAINERS = ("accelerate", "transformers", "pytorch_lightning")
 pytestmark = pytest.mark.skipif(
     not all(map(find_spec, TRAINERS)), reason=f"pip install {' '.join(TRAINERS)}"
 )
+
+
+class Shared(nn.Module):
+    """Tied, frozen, small and empty parameters, and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.inner[0].weight
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x):
+        for layer in (*self.inner, self.tied):
+            x = layer(x)
+        return x
+
+
+@pytest.mark.matrix(strength=1)
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3, {"inner.*": 3, "*": 0}], ids=str)
+def test_libraries_get_tensors_that_share_no_storage_unless_they_are_tied(strategy, ranks):
+    """Accelerate and huggingface_hub save one tensor of each storage; see the Note there."""
+    torch.manual_seed(2)
+    model = Shared()
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    model = fully_shard(model, zero_dp_strategy=strategy)
+    given = whole_state(model, keep=ranks.rank == 0)
+    assert list(given) == (list(wanted) if ranks.rank == 0 else [])
+    for name, value in given.items():
+        assert torch.equal(value, wanted[name]), name
+        sharing = [n for n, v in given.items() if v.numel() and _storage(v) == _storage(value)]
+        tied = ["inner.0.weight", "tied.weight"]
+        assert sharing == (tied if name in tied else [name] if value.numel() else [])
+        assert value.untyped_storage().nbytes() == value.nbytes
+    for value in given.values():
+        value.fill_(7)  # copies: the model stays as it is
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def _storage(tensor):
+    return tensor.untyped_storage().data_ptr()
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from .bridge_runs import (
     as_read,
     assert_near,
     decaying,
+    forget_accelerate,
     in_order,
     lightning,
     llama,
@@ -206,7 +207,6 @@ def test_the_sft_trainer_of_trl_with_the_mixin(ranks, tmp_path):
 @pytest.mark.parametrize("strategy", [3, 1])
 def test_accelerate_accumulates_schedules_names_checkpoints_and_exports(strategy, ranks, tmp_path):
     from accelerate.utils import ProjectConfiguration
-    from safetensors.torch import load_file
 
     data, seen = rows(), []
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
@@ -225,10 +225,7 @@ def test_accelerate_accumulates_schedules_names_checkpoints_and_exports(strategy
     accelerator.save_state()
     accelerator.save_model(model, str(tmp_path / "model"))
     torch.distributed.barrier()
-    file = load_file(tmp_path / "model" / "model.safetensors")
-    assert {name: value.tolist() for name, value in file.items()} == {
-        name: value.tolist() for name, value in saved.items() if name in file
-    }
+    assert_equal(tensors_in(tmp_path / "model"), saved)
     loop(accelerator, model, optimizer, loader)
     accelerator.load_state()
     assert_near(model, saved, atol=0)
@@ -312,6 +309,106 @@ def test_lightning_with_backwards_by_hand(ranks, tmp_path):
     lightning(tmp_path, gradient_clip_val=None).fit(task, loader)
     wanted = one_process(llama(), as_read(task.seen, data), clip=None)
     assert_near(task, {f"net.{name}": value for name, value in wanted.items()})
+
+
+# ------------------------------------------------------------------------ what is saved
+
+MAPPING = {"*.self_attn.*": 3, "*": 0}
+
+
+def tensors_in(folder):
+    from safetensors.torch import load_file
+
+    files = folder.rglob("*.safetensors") if folder.is_dir() else [folder]
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def one_file(model, folder):
+    """What Accelerate saves of a plain model."""
+    from accelerate import Accelerator
+
+    forget_accelerate()
+    Accelerator(cpu=True).save_model(model, str(folder))
+
+
+def assert_equal(saved, wanted):
+    assert sorted(saved) == sorted(wanted)
+    for name, value in wanted.items():
+        assert torch.equal(saved[name], value), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3, MAPPING], ids=str)
+def test_files_of_accelerate_have_the_tensors_of_one_process(strategy, tied, ranks, tmp_path):
+    accelerator = accelerator_for(strategy)
+    plain = llama(tie_word_embeddings=tied)
+    model = accelerator.prepare(llama(tie_word_embeddings=tied))
+    state = accelerator.get_state_dict(model)  # collective
+    accelerator.save_model(model, str(tmp_path / "ours"), max_shard_size="20KB")
+    if ranks.rank == 0:
+        one_file(plain, tmp_path / "plain")
+        wanted = tensors_in(tmp_path / "plain")
+        assert len(wanted) == 21 - tied
+        assert_equal(tensors_in(tmp_path / "ours"), wanted)
+        plain.save_pretrained(tmp_path / "theirs")
+        model.save_pretrained(tmp_path / "pretrained", state_dict=dict(state))
+        assert_equal(tensors_in(tmp_path / "pretrained"), tensors_in(tmp_path / "theirs"))
+        if strategy == 0:  # its state dictionary holds plain tensors
+            accelerator.save(model.state_dict(), tmp_path / "own.safetensors", True)
+            own = tensors_in(tmp_path / "own.safetensors")
+            assert_equal({name: own[name] for name in wanted}, wanted)
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3, MAPPING], ids=str)
+def test_files_of_a_trainer_have_the_tensors_of_one_process(strategy, ranks, tmp_path):
+    tied = strategy in (0, 3)
+    model = llama(tie_word_embeddings=tied)
+    settings = {"optimizers": (sgd(model, lr=0.0), None), "max_steps": 1}
+    trainer = trainer_of(model, tmp_path, rows(), strategy, **settings)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "ours"))
+    if ranks.rank == 0:
+        llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "plain")
+        assert_equal(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize("strategy", [{"*lora_*": 3, "*": 0}, 0, 3], ids=str)
+def test_adapters_that_are_saved_are_those_of_one_process(strategy, ranks, tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+
+    def adapted():
+        torch.manual_seed(4)
+        settings = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        return peft.get_peft_model(llama(), peft.LoraConfig(r=2, **settings))
+
+    model = adapted()
+    settings = {"optimizers": (sgd(model, lr=0.0), None), "max_steps": 1}
+    trainer = trainer_of(model, tmp_path, rows(), strategy, **settings)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "ours"))
+    trainer.accelerator.save_model(model, str(tmp_path / "all"))
+    if ranks.rank == 0:
+        adapted().save_pretrained(tmp_path / "plain")
+        one_file(adapted(), tmp_path / "whole")
+        assert_equal(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "plain"))
+        assert_equal(tensors_in(tmp_path / "all"), tensors_in(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3, MAPPING], ids=str)
+def test_checkpoints_of_lightning_have_the_tensors_of_one_process(strategy, ranks, tmp_path):
+    task = task_of(llama())
+    task.configure_optimizers = lambda: sgd(task, lr=0.0)
+    loader = DataLoader(rows(), batch_size=BATCH, collate_fn=stacked)
+    trainer = lightning(tmp_path, strategy, max_steps=1)
+    trainer.fit(task, loader)
+    trainer.save_checkpoint(tmp_path / "state")
+    if ranks.rank == 0:
+        tool, file = "lightning_fabric.utilities.consolidate_checkpoint", tmp_path / "one.ckpt"
+        words = [str(tmp_path / "state"), "--output_file", str(file)]
+        plain = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        subprocess.run([sys.executable, "-m", tool, *words], check=True, env=plain)
+        saved = torch.load(file, weights_only=False)["state_dict"]
+        assert_equal(saved, {f"net.{n}": t for n, t in llama().state_dict().items()})
 
 
 # ------------------------------------------------------------------------ the pages

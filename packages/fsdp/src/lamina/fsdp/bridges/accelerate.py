@@ -18,6 +18,7 @@ from lamina.fsdp.bridges.trainer_state import (
     save_sharded,
     shard_over_all_ranks,
     whole_state,
+    with_memory_of_their_own,
 )
 from lamina.mesh import init_distributed
 
@@ -113,6 +114,12 @@ class LaminaAccelerator(Accelerator):
         """
         bare = self._bare(model) if unwrap else model
         return whole_state(bare, keep=self.is_main_process)
+
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
+        """As of `Accelerator`; parts of one flat buffer are not taken for tied weights."""
+        if safe_serialization:
+            obj = with_memory_of_their_own(obj)
+        super().save(obj, f, safe_serialization=safe_serialization)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Path:
         """As of `Accelerator`; models and optimizers are saved in shards (collective).

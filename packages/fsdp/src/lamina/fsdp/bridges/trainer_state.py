@@ -23,6 +23,7 @@ __all__ = [
     "save_sharded",
     "shard_over_all_ranks",
     "whole_state",
+    "with_memory_of_their_own",
 ]
 
 
@@ -91,14 +92,35 @@ def load_sharded(path: Path, stateful: Mapping[str, Any]) -> None:
         each.load_state_dict(state[name])
 
 
-def whole_state(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
+@torch.no_grad()
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Any]:
     """Whole tensors of a model, sharded or not, in host memory, one by one (collective).
 
     Ranks that do not `keep` them take part, and get an empty dictionary.
+
+    Note [Memory of one's own]
+        Weights that a rank keeps whole are views of one flat buffer. Libraries that write
+        safetensors ask which tensors share a storage, take these for tied weights, and save one of
+        them. So each tensor gets memory of its own here, also where `.cpu()` would copy nothing. A
+        tensor that the model holds under several names stays one tensor, as in one process.
     """
-    found = {}
-    for name, value in model.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, ShardedTensor) else value
-        if keep:
-            found[name] = whole.cpu() if isinstance(whole, torch.Tensor) else whole
-    return found
+    state = model.state_dict(keep_vars=True)  # tied parameters are one object there
+    copies: dict[int, Any] = {}
+    for value in state.values():
+        if id(value) not in copies:
+            whole = value.full_tensor() if isinstance(value, ShardedTensor) else value
+            if keep and isinstance(whole, torch.Tensor):  # not what get_extra_state() gives
+                whole = whole.detach().to("cpu", copy=whole is value)
+            copies[id(value)] = whole if keep else None
+    return {name: copies[id(value)] for name, value in state.items()} if keep else {}
+
+
+def with_memory_of_their_own(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with copies of the tensors that are parts of a larger storage; see the Note above."""
+    plain = (torch.Tensor, nn.Parameter)  # a ShardedTensor has no storage that could be asked for
+    return {
+        name: value.clone()
+        if type(value) in plain and value.untyped_storage().nbytes() != value.nbytes
+        else value
+        for name, value in state.items()
+    }

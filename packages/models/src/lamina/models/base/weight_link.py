@@ -51,8 +51,11 @@ class WeightLink:
         return tuple((part.t() if self.transposed else part).contiguous() for part in parts)
 
     def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Make our whole tensor from theirs."""
+        """Make our whole tensor from theirs; ValueError if one has another number of rows."""
         parts = [tensor.t() if self.transposed else tensor for tensor in tensors]
+        for name, part, rows in zip(self.theirs, parts, self.rows or (), strict=False):
+            if len(part) != rows:  # their sum may be right, and each row in another's place
+                raise ValueError(f"{name} has {len(part)} rows, and by its config it has {rows}")
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.order is not None:
             whole = whole[torch.tensor(self.order, device=whole.device)]

@@ -1,12 +1,8 @@
-"""Hugging Face's `config.json` to `TransformerConfig` and back.
-
-Note [A config that is half understood]: a name that nothing reads may be a feature, such as a cap
-on logits. A model that was built without the feature computes other numbers, without an error. So
-the reader notes which names it has asked for, and what is left has to be in a table.
-"""
+"""Hugging Face's `config.json` to `TransformerConfig` and back."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +16,12 @@ from lamina.models.base.config import (
     yarn_magnitude,
 )
 from lamina.models.base.configs.mamba import MambaConfig
+from lamina.models.huggingface.config_fields import (
+    AS_IT_IS,
+    ConfigFields,
+    refuse_other_classes,
+    shortened,
+)
 from lamina.models.huggingface.moe import EXPERT_FIELDS, read_moe, written_moe
 from lamina.models.huggingface.weight_maps import model_type
 
@@ -146,25 +148,69 @@ def config_from_huggingface(
         >>> config_from_huggingface(huggingface_config(config)).num_layers
         2
     """
-    kind = source.get("model_type")
     kinds: list[type[AttentionVariant]] = [LatentAttention, *variants]
     own = {str(variant.huggingface_type): variant for variant in kinds}
+    try:
+        return _read(source, own)
+    except ValueError as error:
+        error.args = (f"{error}{AS_IT_IS}",)
+        raise
+
+
+def _read(
+    source: Mapping[str, Any], own: Mapping[str, type[AttentionVariant]]
+) -> TransformerConfig:
+    kind = source.get("model_type")
     if kind not in _ARCHITECTURES and kind not in own:
         known = ", ".join({**_ARCHITECTURES, **own})
-        raise ValueError(f"model_type is {kind!r}: known are {known}")
+        raise ValueError(f"model_type is {kind!r}: known are {known}. {_beyond_known(source)}")
+    if kind in _ARCHITECTURES:
+        refuse_other_classes(kind, source)
     fields = ConfigFields(source)
-    if kind != "gpt2" and fields.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act is {fields['hidden_act']!r}: only silu is known")
-    if fields["model_type"] == "mamba2":
-        config = _read_mamba2(fields)
-    elif kind == "gpt2":
-        config = _read_gpt2(fields)
-    else:
-        config = _read_llama_like(kind, fields, own.get(kind, MultiHeadAttention))
+    config = _read_fields(fields["model_type"], fields, own)
     unused = EXPERT_FIELDS if config.moe is None else ()
     fields.refuse_unread(_derived(config, source), unused)
     model_type(config)  # raises if it could not be exported again
     return config
+
+
+def _read_fields(
+    kind: str, fields: ConfigFields, own: Mapping[str, type[AttentionVariant]]
+) -> TransformerConfig:
+    if kind == "gpt2":
+        return _read_gpt2(fields)
+    if fields.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act is {fields['hidden_act']!r}: only silu is known")
+    if kind == "mamba2":
+        return _read_mamba2(fields)
+    return _read_llama_like(kind, fields, own.get(kind, MultiHeadAttention))
+
+
+# What other fields decide, or some models lack: see `_derived` and EXPERT_FIELDS.
+_FOLLOWS = {"deepseek_v3": ("head_dim", "qk_head_dim", "num_key_value_heads", *EXPERT_FIELDS)}
+
+
+def _beyond_known(source: Mapping[str, Any]) -> str:
+    """What the config of an unknown type has that the nearest known type has not, in words."""
+    own = {str(LatentAttention.huggingface_type): LatentAttention}
+    pieces: dict[str, list[str]] = {}
+    for kind in ("llama", *_ARCHITECTURES):
+        asked = ConfigFields({}, survey=True)
+        with suppress(ValueError):  # sizes of 1 fit no model, but by then all are read
+            _read_fields(kind, asked, own)
+        features = {name: value for name, value in source.items() if value}  # not what is off
+        if features.get("hidden_act") != "silu":
+            asked.names_read.discard("hidden_act")
+        asked.names_read |= {"model_type", "layer_types", *_FOLLOWS.get(kind, ())}
+        pieces[kind] = ConfigFields(features).unread(asked.names_read)
+    nearest = min(pieces, key=lambda kind: len(pieces[kind]))
+    if not pieces[nearest]:
+        try:
+            _read({**source, "model_type": nearest, "architectures": None}, own)
+        except ValueError as error:
+            return f"The nearest is {nearest}, for which {error}"
+        return f"Its config.json is like that of {nearest}, so its code must differ"
+    return f"The nearest is {nearest}, which lacks {shortened(pieces[nearest])}"
 
 
 def _derived(config: TransformerConfig, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,6 +222,10 @@ def _derived(config: TransformerConfig, source: Mapping[str, Any]) -> dict[str, 
         "num_key_value_heads": config.num_heads,
         "rope_scaling": source.get("rope_parameters"),  # an older name beside the newer one
     }
+    if config.moe is not None:
+        derived["scoring_func"] = config.moe.scores
+        derived["topk_method"] = "greedy" if config.moe.bias_rate is None else "noaux_tc"
+        derived["moe_layer_freq"] = config.moe.every
     if config.mamba is not None:
         derived["intermediate_size"] = config.mamba.expand * config.hidden_size
     if isinstance(config.mla, LatentAttention):
@@ -235,7 +285,6 @@ def _read_llama_like(
         norm_eps=source.get("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta", 10_000.0),
         rope_scaling=_read_scaling(rope, source),
-        moe=read_moe(kind, source),
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         attention_bias=bias,
         attention_output_bias=False if kind == "qwen2" else None,
@@ -245,6 +294,7 @@ def _read_llama_like(
         sliding_window=_read_window(kind, source),
         init_std=source.get("initializer_range", 0.02),
         **variant.read_huggingface(source),
+        moe=read_moe(kind, source),
     )
     return _with_scale(config, variant, rope)
 
@@ -388,14 +438,8 @@ def _read_bound(bound: float | Mapping[str, str]) -> float:
 def _read_mamba2(source: Mapping[str, Any]) -> TransformerConfig:
     """Read the contents of the `config.json` of a stack of Mamba-2 layers."""
     layers, expand = source["num_hidden_layers"], source.get("expand", 2)
-    widths = source["num_heads"] * source["head_dim"], expand * source["hidden_size"]
-    if widths[0] != widths[1]:
-        raise ValueError(
-            f"num_heads * head_dim is {widths[0]} and expand * hidden_size {widths[1]}: both are "
-            "the inner width of mamba2, and config.json has to say the same"
-        )
     limit = source.get("time_step_limit") or (0.0, math.inf)
-    return TransformerConfig(
+    config = TransformerConfig(
         vocab_size=source["vocab_size"],
         hidden_size=source["hidden_size"],
         num_layers=layers,
@@ -415,100 +459,10 @@ def _read_mamba2(source: Mapping[str, Any]) -> TransformerConfig:
         tie_embeddings=source.get("tie_word_embeddings", False),
         init_std=source.get("initializer_range", 0.1),
     )
-
-
-_ANY = ()
-"""Accepted values of a name that changes nothing in the model, whatever its value."""
-
-_HARMLESS: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    (
-        # Where the files come from, and how transformers loads them.
-        *("_name_or_path", "_commit_hash", "architectures", "auto_map", "transformers_version"),
-        *("dtype", "torch_dtype", "use_bfloat16", "torchscript", "_attn_implementation"),
-        *("attn_implementation", "_attn_implementation_autoset", "_experts_implementation"),
-        *("tokenizer_class", "task_specific_params", "finetuning_task", "prefix"),
-        # What a forward returns, beside logits.
-        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-        *("use_return_dict", "use_cache", "return_dict_in_generate", "output_scores"),
-        # Tokens by which generation begins and ends. The padding token's embedding has no gradient
-        # in transformers, and is a row like any other here.
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-        # Heads for classification.
-        *("id2label", "label2id", "num_labels", "problem_type", "classifier_dropout"),
-        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
-        "summary_use_proj",
-        # Training: auxiliary losses, and what only initialisation reads.
-        *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "gradient_checkpointing"),
-        *("rescale_prenorm_residual", "time_step_floor", "time_step_rank"),
-        # Memory and rounding: feed-forward layers in pieces, products in slices, and the dtype of
-        # a residual.
-        *("chunk_size_feed_forward", "pretraining_tp", "residual_in_fp32", "ep_size"),
-        # Further predictions, whose layers transformers leaves out too. `from_huggingface` names
-        # their tensors.
-        "num_nextn_predict_layers",
-        # Read above where they count: windows that are off, an older file's names beside a newer's,
-        # and the sizes of dense layers.
-        *("sliding_window", "use_sliding_window", "max_window_layers", "rope_theta"),
-        *("original_max_position_embeddings", "n_ctx", "quantization_config"),
-        # Leftovers in published files, which no model of transformers reads.
-        *("_num_labels", "n_special", "output_past", "predict_special_tokens"),  # gpt2
-        *("is_llama_config", "max_sequence_length", "model_max_length", "seq_length"),
-        *("transformers.js_config", "unsloth_fixed", "unsloth_version", "_flash_attn_2_enabled"),
-        *("norm_before_gate", "time_step_init_scheme", "time_step_scale"),  # mamba2
-    ),
-    _ANY,
-) | {
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (None,),
-    "is_decoder": (True, False),
-    "is_encoder_decoder": (False,),
-    "tie_encoder_decoder": (False,),
-    "pruned_heads": ({},),
-    "moe_layer_freq": (1,),
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-    "hidden_dropout_prob": (0.0,),
-    "rms_norm": (True,),
-    "rope_interleaved": (False,),
-    "use_mrope": (False,),
-}
-"""Names that nothing reads, with the values at which they change nothing."""
-
-
-class ConfigFields(Mapping[str, Any]):
-    """The contents of a `config.json`, which notes what is read of them."""
-
-    def __init__(self, source: Mapping[str, Any]) -> None:
-        self._source = source
-        self._read: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        self._read.add(name)
-        return self._source[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._source)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def refuse_unread(self, derived: Mapping[str, Any], unused: Collection[str]) -> None:
-        """Raise for a name that nothing has read, unless it is known to change nothing.
-
-        `derived` are names that follow from others, with the only value that is right, and `unused`
-        names of parts that the model does not have. ValueError is for the first other name.
-        """
-        for name, value in self._source.items():
-            if name in self._read or name in unused or value is None:
-                continue
-            accepted = (derived[name],) if name in derived else _HARMLESS.get(name)
-            if accepted is None:
-                raise ValueError(
-                    f"config.json says {name}={value!r}, which nothing here reads: the model would "
-                    "compute without it. Take it out of config.json if it changes nothing"
-                )
-            if accepted and value not in accepted:
-                raise ValueError(
-                    f"config.json says {name}={value!r}, and only {accepted[0]!r} is known here: "
-                    "the model would compute something else"
-                )
+    widths = source["num_heads"] * source["head_dim"], expand * source["hidden_size"]
+    if widths[0] != widths[1]:
+        raise ValueError(
+            f"num_heads * head_dim is {widths[0]} and expand * hidden_size {widths[1]}: both are "
+            "the inner width of mamba2, and config.json has to say the same"
+        )
+    return config

@@ -1,10 +1,8 @@
 """Reading and writing Hugging Face weights, without `transformers`."""
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +13,10 @@ from lamina.mesh.engine import MeshAxis
 from lamina.models.base.config import AttentionVariant
 from lamina.models.base.mesh_axes import MeshLike, cut_weight, join_weight
 from lamina.models.decoder.gpt import GPTModel, require_gpt
+from lamina.models.huggingface.config_fields import AS_IT_IS, shortened
 from lamina.models.huggingface.configs import config_from_huggingface
-from lamina.models.huggingface.weight_maps import weight_map
+from lamina.models.huggingface.sources import SourceTensors, open_source
+from lamina.models.huggingface.weight_maps import WeightLink, weight_map
 from lamina.models.moe.expert_axes import ExpertAxes
 
 __all__ = ["from_huggingface", "to_huggingface"]
@@ -43,13 +43,15 @@ def to_huggingface(
 
     Raises:
         TypeError: for another model than a `GPTModel`.
-        ValueError: if no architecture known here has the config's features.
+        ValueError: if no architecture known here has the config's features, or if the model has
+            parameters without a name there.
 
     Examples:
         >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
         >>> tensors = to_huggingface(GPTModel(config))
     """
     model = require_gpt(model, "to_huggingface()")
+    _refuse_unlinked(model)
     held, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     state = {**held, **buffers} if state is None else state
     exported: dict[str, Tensor] = {}
@@ -63,6 +65,17 @@ def to_huggingface(
         else:
             exported.update(zip(link.theirs, link.to_theirs(whole), strict=True))
     return exported
+
+
+def _refuse_unlinked(model: GPTModel) -> None:
+    """Raise ValueError for parameters that are no tensor of Hugging Face's: they would be lost."""
+    linked = {link.ours for link in weight_map(model.config)}
+    if left := [name for name, _ in model.named_parameters() if name not in linked]:
+        raise ValueError(
+            f"{shortened(left, 3)} of {type(model).__name__} have no names in Hugging Face's "
+            "files: add them in the huggingface_links of your attention, or convert the model "
+            "without them"
+        )
 
 
 def _whole(
@@ -96,33 +109,42 @@ def from_huggingface(
         variants: kinds of attention of your own, which are found by their `huggingface_type`.
 
     Raises:
-        ValueError: for an architecture that is not known here, for quantised weights, and for files
-            with tensors that the model has no place for.
+        ValueError: for an architecture that is not known here, for quantised weights, for tensors
+            that are missing or have other shapes, and for tensors that the model has no place for.
         FileNotFoundError: if the directory has no `config.json` or no weights.
-        KeyError: if a tensor is missing.
         ImportError: for a directory, without `safetensors` installed.
     """
-    if isinstance(source, nn.Module):
-        tensors = source.state_dict()
-        written: dict[str, Any] = source.config.to_dict()  # type: ignore[union-attr, operator]
-        _refuse_quantised(written, tensors, type(source).__name__)
-        config = config_from_huggingface(written, variants=variants)
-        read: Callable[[str], Tensor] = partial(_as_written, tensors.__getitem__)
-        unread: set[str] = set()
-    else:
-        written, read, unread = _open_directory(Path(source))
-        config = config_from_huggingface(written, variants=variants)
+    written, tensors = open_source(source)
+    config = config_from_huggingface(written, variants=variants)
     with torch.device("meta"):
         model = GPTModel(config, mesh, seed=0)
     links = weight_map(config)
-    model.to_empty(device=device).to(dtype=dtype or read(links[0].theirs[0]).dtype)
+    _refuse_unlinked(model)
+    table = links[0].theirs[0]
+    model.to_empty(device=device).to(dtype=dtype or tensors.read(table).dtype)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for link in links:
             tensor = held[link.ours]
-            tensor.copy_(_piece(link.read(read), tensor, model.axis, model.expert_axes))
-    _refuse_unread(unread, tied=config.tie_embeddings, source=str(source))
+            piece = _piece(_whole_of(link, tensors), tensor, model.axis, model.expert_axes)
+            if piece.shape != tensor.shape:
+                raise ValueError(
+                    f"{', '.join(link.theirs[:3])} in {tensors.source} make {list(piece.shape)} of "
+                    f"{link.ours}, which is {list(tensor.shape)} by config.json{AS_IT_IS}"
+                )
+            tensor.copy_(piece)
+    tensors.refuse_unread(tied_to=table if config.tie_embeddings else None)
     return model
+
+
+def _whole_of(link: WeightLink, tensors: SourceTensors) -> Tensor:
+    try:
+        return link.read(tensors.read)
+    except KeyError as error:
+        raise ValueError(
+            f"{tensors.source} has no {error.args[0]}, which the model of its config.json needs: "
+            f"config.json may be that of another model{AS_IT_IS}"
+        ) from None
 
 
 def _piece(whole: Tensor, parameter: Tensor, axis: MeshAxis | None, experts: ExpertAxes) -> Tensor:
@@ -134,75 +156,3 @@ def _piece(whole: Tensor, parameter: Tensor, axis: MeshAxis | None, experts: Exp
     if axis is None or role.tp_shard_dim is None:
         return whole
     return cut_weight(whole, role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)
-
-
-def _open_directory(path: Path) -> tuple[Any, Callable[[str], Tensor], set[str]]:
-    """The contents of `config.json`, what reads a tensor, and the names that were not read yet."""
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ImportError(
-            "reading a checkpoint's files needs safetensors: pip install 'lamina-models[hf]'"
-        ) from error
-    file = path / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} is missing: give a directory saved by save_pretrained() (names of the hub are "
-            "not downloaded: huggingface_hub.snapshot_download(name) returns such a directory)"
-        )
-    written = json.loads(file.read_text())
-    opened: list[Any] = [
-        safe_open(shard, framework="pt") for shard in sorted(path.glob("*.safetensors"))
-    ]
-    if not opened:
-        raise FileNotFoundError(f"{path} has no *.safetensors: other formats are not read")
-    where = {name: shard for shard in opened for name in shard.keys()}  # noqa: SIM118
-    _refuse_quantised(written, where, str(path))
-    unread = set(where)
-
-    def read(name: str) -> Tensor:
-        # Checkpoints of the base model have names without the prefix.
-        for candidate in (name, name.removeprefix("transformer.").removeprefix("model.")):
-            if candidate in where:
-                unread.discard(candidate)
-                return _as_written(where[candidate].get_tensor, candidate)
-        raise KeyError(f"{name} is in none of the {len(opened)} files under {path}")
-
-    return written, read, unread
-
-
-_DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Ends of names of tensors that follow from the config: frequencies, and GPT-2's causal masks."""
-
-
-def _refuse_unread(names: Iterable[str], *, tied: bool, source: str) -> None:
-    """Raise ValueError for weights that nothing has read: it would be another model."""
-    heads = ("lm_head.weight",) if tied else ()
-    left = sorted(name for name in names if not name.endswith((*_DERIVED, *heads)))
-    if left:
-        raise ValueError(
-            f"{source} has {', '.join(left[:3])}{' and others' if left[3:] else ''}, for which the "
-            f"model of its config.json has no place ({len(left)} tensors): config.json may be that "
-            "of another model. Take them out of the files if they change nothing"
-        )
-
-
-# Names of scales and codes: DeepSeek's and torchao's FP8, bitsandbytes, GPTQ and AWQ.
-_SCALES = ("_scale_inv", ".weight_scale", ".SCB", ".absmax", ".qweight", ".qzeros", ".scales")
-_REMEDY = "give a checkpoint of its weights in bfloat16 or float32 (dequantise it first)"
-
-
-def _refuse_quantised(written: Mapping[str, Any], names: Iterable[str], source: str) -> None:
-    """Raise ValueError for quantised weights, whose codes mean nothing without their scales."""
-    scales = sorted(name for name in names if name.endswith(_SCALES))
-    said = written.get("quantization_config")
-    if scales or said:
-        method = f"quantization_config of config.json: {said}" if said else f"tensor {scales[0]}"
-        raise ValueError(f"{source} holds quantised weights ({method}): {_REMEDY}")
-
-
-def _as_written(read: Callable[[str], Tensor], name: str) -> Tensor:
-    tensor = read(name)
-    if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{name} is {tensor.dtype}, codes of quantised weights: {_REMEDY}")
-    return tensor

@@ -17,6 +17,7 @@ __all__ = ["EXPERT_FIELDS", "moe_links", "moe_model_type", "read_moe", "written_
 EXPERT_FIELDS = (
     *("num_experts_per_tok", "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
     *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+    *("scoring_func", "topk_method", "moe_layer_freq"),
 )
 """Names of `config.json` that change nothing in a model whose layers are all dense."""
 _PROJECTIONS = {

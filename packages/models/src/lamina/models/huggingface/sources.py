@@ -1,0 +1,141 @@
+"""Where Hugging Face weights are read from: a directory, or a model in memory."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lamina.models.huggingface.config_fields import AS_IT_IS, shortened
+
+__all__ = ["SourceTensors", "open_source"]
+
+
+class SourceTensors:
+    """The tensors of a directory or of a model in memory; notes which of them were read.
+
+    `read_one` reads a tensor by one of the `names`. The `source` is named in errors.
+    """
+
+    def __init__(
+        self, source: str, names: Iterable[str], read_one: Callable[[str], Tensor], kind: object
+    ) -> None:
+        self.source = source
+        self._names = frozenset(names)
+        self._unread = set(self._names)
+        self._read_one = read_one
+        self._derived = _DERIVED + (_MASKS if kind == "gpt2" else ())
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its name, or by the name that a base model gives it; KeyError if it lacks."""
+        for candidate in (name, name.removeprefix("transformer.").removeprefix("model.")):
+            if candidate in self._names:
+                self._unread.discard(candidate)
+                return _as_written(self._read_one, candidate)
+        raise KeyError(name)
+
+    def refuse_unread(self, tied_to: str | None) -> None:
+        """Raise ValueError for weights that nothing has read: it would be another model.
+
+        A head that is `tied_to` the embeddings need not be read, if it has their values.
+        """
+        head = "lm_head.weight"
+        tied = tied_to is not None and head in self._unread
+        if tied and not torch.equal(self.read(head), self.read(str(tied_to))):
+            raise ValueError(
+                f"{self.source} has {head} with other values than {tied_to}, and "
+                "tie_word_embeddings of its config.json says that they are one: make it False"
+            )
+        left = sorted(name for name in self._unread if not name.endswith(self._derived))
+        if left:
+            raise ValueError(
+                f"{self.source} has {shortened(left, 3)}, for which the model of its config.json "
+                f"has no place ({len(left)} tensors): config.json may be that of another model. "
+                f"Take them out if they change nothing{AS_IT_IS}"
+            )
+
+
+_DERIVED = (".rotary_emb.inv_freq",)
+_MASKS = (".attn.bias", ".attn.masked_bias")
+"""Ends of names of tensors that follow from the config: frequencies, and GPT-2's causal masks."""
+
+
+def open_source(source: str | Path | nn.Module) -> tuple[Mapping[str, Any], SourceTensors]:
+    """The contents of `config.json`, and the tensors."""
+    if not isinstance(source, nn.Module):
+        return _open_directory(Path(source))
+    tensors, title = source.state_dict(), type(source).__name__
+    written: dict[str, Any] = source.config.to_dict()  # type: ignore[union-attr, operator]
+    kind = written.get("model_type")
+    own = getattr(getattr(source, "config_class", None), "model_type", None)
+    if own and own != kind:
+        raise ValueError(
+            f"{title} is a model of type {own!r}, and its config says model_type={kind!r}: it "
+            f"would be read as another model{AS_IT_IS}"
+        )
+    _refuse_quantised(written, tensors, title)
+    return written, SourceTensors(title, tensors, tensors.__getitem__, kind)
+
+
+def _open_directory(path: Path) -> tuple[Mapping[str, Any], SourceTensors]:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError(
+            "reading a checkpoint's files needs safetensors: pip install 'lamina-models[hf]'"
+        ) from error
+    file = path / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} is missing: give a directory saved by save_pretrained() (names of the hub are "
+            "not downloaded: huggingface_hub.snapshot_download(name) returns such a directory)"
+        )
+    written = json.loads(file.read_text())
+    where: dict[str, Any] = {}
+    for shard in _weight_files(path):
+        opened: Any = safe_open(shard, framework="pt")
+        for name in opened.keys():  # noqa: SIM118
+            if name in where:
+                raise ValueError(
+                    f"{name} is in two files under {path}, {shard.name} is one of them: which of "
+                    "them is meant? Leave one set of files there"
+                )
+            where[name] = opened
+    _refuse_quantised(written, where, str(path))
+    read = lambda name: where[name].get_tensor(name)  # noqa: E731
+    return written, SourceTensors(str(path), where, read, written.get("model_type"))
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """Those that the index names, or all; FileNotFoundError if there are none."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return sorted(
+            {path / name for name in json.loads(index.read_text())["weight_map"].values()}
+        )
+    if not (files := sorted(path.glob("*.safetensors"))):
+        raise FileNotFoundError(f"{path} has no *.safetensors: other formats are not read")
+    return files
+
+
+# Names of scales and codes: DeepSeek's and torchao's FP8, bitsandbytes, GPTQ and AWQ.
+_SCALES = ("_scale_inv", ".weight_scale", ".SCB", ".absmax", ".qweight", ".qzeros", ".scales")
+_REMEDY = "give a checkpoint of its weights in bfloat16 or float32 (dequantise it first)"
+
+
+def _refuse_quantised(written: Mapping[str, Any], names: Iterable[str], source: str) -> None:
+    """Raise ValueError for quantised weights, whose codes mean nothing without their scales."""
+    scales = sorted(name for name in names if name.endswith(_SCALES))
+    said = written.get("quantization_config")
+    if scales or said:
+        method = f"quantization_config of config.json: {said}" if said else f"tensor {scales[0]}"
+        raise ValueError(f"{source} holds quantised weights ({method}): {_REMEDY}")
+
+
+def _as_written(read: Callable[[str], Tensor], name: str) -> Tensor:
+    tensor = read(name)
+    if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{name} is {tensor.dtype}, codes of quantised weights: {_REMEDY}")
+    return tensor

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 from source_trees import LAYERS, dotted, names_of, public_face, source_of
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lamina.buffers import ShardedTensor
 from lamina.buffers import compat as of_buffers
@@ -320,6 +323,18 @@ def generic_state_functions_keep_what_they_were_given():
     assert of_ddp.local_of_state_call("info") is None
 
 
+def fsdp2_forgets_its_groups():
+    with init_distributed("fake", world_size=2, rank=0):
+        mesh = init_device_mesh("cpu", (2,))
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        before = sys.getrefcount(mesh.get_group())
+        fully_shard(net[0], mesh=mesh)
+        fully_shard(net, mesh=mesh, reshard_after_forward=2)
+        held = sys.getrefcount(mesh.get_group())
+        of_fsdp.forget_groups(net)
+        assert sys.getrefcount(mesh.get_group()) == before < held
+
+
 CHECKS = {
     wrappers_have_a_shape_and_no_memory: (
         "make_wrapper_subclass OpOverload disabled_torch_function_impl"
@@ -339,6 +354,7 @@ CHECKS = {
     trees_are_walked: "tree_flatten tree_leaves tree_map_only tree_unflatten",
     operators_are_seen_below_autograd: "TorchDispatchMode",
     a_rank_knows_its_shard_of_a_dtensor: "local_shape_and_offset",
+    fsdp2_forgets_its_groups: "forget_groups",
     a_graph_break_runs_the_function_as_it_is: "one_graph_break",
     a_profiler_is_seen_from_every_thread: "profiling",
     attention_gives_the_logarithm_of_sums: (

@@ -21,6 +21,12 @@ from lamina.mesh import ParallelLayout, init_distributed
 LONG = 1 << 20
 
 
+class NoGroup:
+    """Stands for a process group whose lane runs jobs that do not communicate."""
+
+    group_desc = "no group"
+
+
 def until(condition, seconds: float = 10.0) -> bool:
     end = time.monotonic() + seconds
     while not condition():
@@ -100,7 +106,7 @@ def test_waiting_again_returns_at_once():
 
 
 def test_a_failed_job_is_reported_by_every_wait_and_later_jobs_run():
-    lane = Lane()
+    lane = Lane(NoGroup())
 
     def fail() -> None:
         raise RuntimeError("the peer died")
@@ -115,7 +121,7 @@ def test_a_failed_job_is_reported_by_every_wait_and_later_jobs_run():
 
 
 def test_a_lane_runs_jobs_in_order_and_leaves_no_thread_behind():
-    lane, seen = Lane(), []
+    lane, seen = Lane(NoGroup()), []
     jobs = [lane.submit(lambda n=n: seen.append(n)) for n in range(100)]
     for job in jobs:
         job.wait()
@@ -130,7 +136,7 @@ def test_lanes_that_work_one_after_another_start_one_thread(monkeypatch):
     monkeypatch.setattr(lanes, "_idle", [])
     seen = set()
     for _ in range(50):
-        lane = Lane()
+        lane = Lane(NoGroup())
         lane.submit(lambda: seen.add(threading.get_ident())).wait()
         held = weakref.ref(lane)
         assert until(lambda: lanes._idle)

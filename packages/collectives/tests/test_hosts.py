@@ -39,6 +39,7 @@ class SimulatedGroup:
 
     def __init__(self, ranks: tuple[int, ...], rank: int, rooms: dict[Any, Room]) -> None:
         self.ranks, self._rank, self._rooms = ranks, rank, rooms
+        rooms.setdefault("groups", []).append(self)  # torch holds its groups as well
         self.group_desc = self.group_name = str(ranks)
 
     def size(self) -> int:

@@ -77,7 +77,7 @@ def test_an_exception_inside_the_world_ends_it_and_is_raised() -> None:
 
 def test_groups_have_their_timeout_to_end_and_little_time_after_an_error(monkeypatch) -> None:
     ended: list[object] = []
-    monkeypatch.setattr("lamina.mesh.runtime._PATIENCE", 0.1)
+    monkeypatch.setattr("lamina.mesh.runtime.PATIENCE", 0.1)
     monkeypatch.setattr("lamina.mesh.runtime._end_process", lambda *why: ended.append(why))
     destroy = dist.destroy_process_group
 

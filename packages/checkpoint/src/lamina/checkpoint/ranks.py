@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from lamina.collectives.engine import CommonFacts, all_reduce_small, broadcast, describe, software
-from lamina.mesh.engine import MeshAxis
+from lamina.mesh.engine import MeshAxis, group_ref, live_group
 
 __all__ = ["Ranks", "own_error"]
 
@@ -25,10 +25,16 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         started = dist.is_available() and dist.is_initialized()
-        self.group = (group or dist.group.WORLD) if started else None
-        self.size = 1 if self.group is None else self.group.size()
-        self.rank = 0 if self.group is None else self.group.rank()
+        group = (group or dist.group.WORLD) if started else None
+        self._ref = group_ref(group)
+        self.size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
         self.is_first = self.rank == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group, or None for this process alone; RuntimeError if it is destroyed."""
+        return live_group(self._ref)
 
     def second_group(self) -> dist.ProcessGroup | None:
         """Make another group over the same ranks, for use by another thread (collective)."""
@@ -37,7 +43,7 @@ class Ranks:
         # Its own for every manager: two threads must not talk through one group.
         number = self.first(secrets.randbits(62))
         ranks = tuple(dist.get_process_group_ranks(self.group))
-        axis = MeshAxis("checkpoint", self.size, self.rank, ranks, self.group)
+        axis = MeshAxis("checkpoint", self.size, self.rank, ranks, self._ref)
         return axis.sibling(f"writer-{number:x}")
 
     def first(self, value: int) -> int:

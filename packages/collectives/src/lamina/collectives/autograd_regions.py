@@ -25,6 +25,7 @@ from lamina.collectives.move.shaped import (
 )
 from lamina.collectives.reduction.native import ReductionName, reduction_class
 from lamina.collectives.transport.groups import group_rank, group_size
+from lamina.mesh.engine import GroupRef, group_ref, live_group
 
 __all__ = [
     "REGION_STEPS",
@@ -62,7 +63,7 @@ def copy_to(
         >>> hidden = copy_to(torch.ones(2, 8, requires_grad=True), None)
     """
     reduction_class(reduction)
-    return _over(tensor, group, _same, partial(_sum, group=group, reduction=reduction))
+    return _over(tensor, group, _same, partial(_sum, ref=group_ref(group), reduction=reduction))
 
 
 @one_graph_break
@@ -88,7 +89,7 @@ def reduce_from(
         >>> whole = reduce_from(torch.ones(2, 8), None)
     """
     reduction_class(reduction)
-    return _over(tensor, group, partial(_sum, group=group, reduction=reduction), _same)
+    return _over(tensor, group, partial(_sum, ref=group_ref(group), reduction=reduction), _same)
 
 
 @one_graph_break
@@ -112,8 +113,8 @@ def scatter_to(tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0) -
     """
     dim = dimension("scatter_to", tensor, dim)
     require_divisible("scatter_to", tensor, dim, group)
-    whole = partial(_gather, group=group, dim=dim)
-    return _over(tensor, group, partial(_keep_piece, group=group, dim=dim), whole)
+    whole = partial(_gather, ref=group_ref(group), dim=dim)
+    return _over(tensor, group, partial(_keep_piece, ref=group_ref(group), dim=dim), whole)
 
 
 @one_graph_break
@@ -154,10 +155,10 @@ def gather_from(
         raise ValueError(f"gather_from: grad must be 'split' or 'reduce_scatter', not {grad!r}")
     reduction_class(reduction)
     dim = dimension("gather_from", tensor, dim)
-    dual: Function = partial(_keep_piece, group=group, dim=dim)
+    dual: Function = partial(_keep_piece, ref=group_ref(group), dim=dim)
     if grad == "reduce_scatter":
-        dual = partial(_sum_and_keep_piece, group=group, dim=dim, reduction=reduction)
-    return _over(tensor, group, partial(_gather, group=group, dim=dim), dual)
+        dual = partial(_sum_and_keep_piece, ref=group_ref(group), dim=dim, reduction=reduction)
+    return _over(tensor, group, partial(_gather, ref=group_ref(group), dim=dim), dual)
 
 
 @one_graph_break
@@ -192,8 +193,8 @@ def reduce_scatter_to(
     reduction_class(reduction)
     dim = dimension("reduce_scatter_to", tensor, dim)
     require_divisible("reduce_scatter_to", tensor, dim, group)
-    summed = partial(_sum_and_keep_piece, group=group, dim=dim, reduction=reduction)
-    return _over(tensor, group, summed, partial(_gather, group=group, dim=dim))
+    summed = partial(_sum_and_keep_piece, ref=group_ref(group), dim=dim, reduction=reduction)
+    return _over(tensor, group, summed, partial(_gather, ref=group_ref(group), dim=dim))
 
 
 @one_graph_break
@@ -225,10 +226,10 @@ def all_to_all_tokens(
     """
     receives = row_splits("output_splits", output_splits, tensor, group, add_up=False)
     sends = row_splits("input_splits", input_splits, tensor, group)
-    exchange = partial(_exchange_rows, group=group, receives=receives, sends=sends)
+    exchange = partial(_exchange_rows, ref=group_ref(group), receives=receives, sends=sends)
     if group_size(group) == 1:
         return exchange(tensor)
-    back = partial(_exchange_rows, group=group, receives=sends, sends=receives)
+    back = partial(_exchange_rows, ref=group_ref(group), receives=sends, sends=receives)
     return _over(tensor, group, exchange, back)
 
 
@@ -269,34 +270,34 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def _sum(
-    tensor: torch.Tensor, group: ProcessGroup | None, reduction: ReductionName
-) -> torch.Tensor:
-    return start_all_reduce(tensor, group, reduction=reduction, async_op=False).wait()
+def _sum(tensor: torch.Tensor, ref: GroupRef | None, reduction: ReductionName) -> torch.Tensor:
+    return start_all_reduce(tensor, live_group(ref), reduction=reduction, async_op=False).wait()
 
 
-def _keep_piece(tensor: torch.Tensor, group: ProcessGroup | None, dim: int) -> torch.Tensor:
+def _keep_piece(tensor: torch.Tensor, ref: GroupRef | None, dim: int) -> torch.Tensor:
     # A copy, not a view: a view would keep the whole tensor alive for as long as the piece.
+    group = live_group(ref)
     length = tensor.shape[dim] // group_size(group)
     piece = tensor.narrow(dim, group_rank(group) * length, length)
     return piece.clone(memory_format=torch.contiguous_format)
 
 
-def _gather(tensor: torch.Tensor, group: ProcessGroup | None, dim: int) -> torch.Tensor:
-    return start_all_gather(tensor, group, dim=dim, async_op=False).wait()
+def _gather(tensor: torch.Tensor, ref: GroupRef | None, dim: int) -> torch.Tensor:
+    return start_all_gather(tensor, live_group(ref), dim=dim, async_op=False).wait()
 
 
 def _sum_and_keep_piece(
-    tensor: torch.Tensor, group: ProcessGroup | None, dim: int, reduction: ReductionName
+    tensor: torch.Tensor, ref: GroupRef | None, dim: int, reduction: ReductionName
 ) -> torch.Tensor:
+    group = live_group(ref)
     return start_reduce_scatter(tensor, group, dim=dim, reduction=reduction, async_op=False).wait()
 
 
 def _exchange_rows(
-    tensor: torch.Tensor, group: ProcessGroup | None, receives: list[int], sends: list[int]
+    tensor: torch.Tensor, ref: GroupRef | None, receives: list[int], sends: list[int]
 ) -> torch.Tensor:
     return start_all_to_all(
-        tensor, group, output_splits=receives, input_splits=sends, async_op=False
+        tensor, live_group(ref), output_splits=receives, input_splits=sends, async_op=False
     ).wait()
 
 

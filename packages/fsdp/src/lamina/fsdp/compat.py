@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._compile import _disable_dynamo as one_graph_break
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TorchDispatchMode",
     "current_graph_task_id",
+    "forget_groups",
     "function_transform",
     "graph_is_kept",
     "local_shape_and_offset",
@@ -34,6 +38,20 @@ function_transform = torch._C._functorch.peek_interpreter_stack
 
 graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined, unused-ignore]
 """Whether the backward that runs now was asked to keep its graph."""
+
+
+def forget_groups(module: nn.Module) -> None:
+    """Make torch's FSDP2, which keeps the process groups of a module, let go of them."""
+    for each in module.modules():
+        state = each._get_fsdp_state() if isinstance(each, FSDPModule) else None
+        several = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 there is one
+        for group in several or [getattr(state, "_fsdp_param_group", None)]:
+            for which in ("mesh_info", "post_forward_mesh_info"):
+                if (info := getattr(group, which, None)) is not None:
+                    getattr(info.mesh, "_pg_registry", {}).clear()
+                    for name, value in list(vars(info).items()):
+                        if isinstance(value, ProcessGroup):
+                            setattr(info, name, None)
 
 
 def local_shape_and_offset(

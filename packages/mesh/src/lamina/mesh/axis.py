@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh.errors import AxisError
 from lamina.mesh.hosts import make_host_groups
-from lamina.mesh.process_groups import group_of
+from lamina.mesh.process_groups import GroupRef, group_of, group_ref, live_group, watch_mesh
 
 __all__ = ["MeshAxis", "axis_if_there", "check_axis_names", "mesh_axis", "named_mesh"]
 
@@ -33,7 +33,7 @@ class MeshAxis:
         size: ranks on the axis.
         rank: this rank's place, 0 <= rank < size. Equals its rank in `group`.
         ranks: global ranks in axis order.
-        group: process group over `ranks`; None for an axis of one rank, which needs none.
+        ref: refers to the process group over `ranks`; None for an axis of one rank.
         apart: names of other axes that have cut what lies along this one, for those who ask for a
             norm of many tensors.
     """
@@ -42,8 +42,16 @@ class MeshAxis:
     size: int
     rank: int
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None
+    ref: GroupRef | None
     apart: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Process group over `ranks`; None for an axis of one rank, which needs none.
+
+        RuntimeError: it is destroyed.
+        """
+        return live_group(self.ref)
 
     def sibling(self, purpose: str) -> dist.ProcessGroup | None:
         """A second communicator over the same ranks, made at the first call and kept.
@@ -56,7 +64,7 @@ class MeshAxis:
         `purpose` becomes part of the description of the group, as in "dp_shard:gather". An axis of
         one rank has None.
         """
-        if self.group is None:
+        if self.ref is None:
             return None
         if purpose not in self._siblings:
             if not purpose:
@@ -67,11 +75,11 @@ class MeshAxis:
             made = group_of(_described_axis(self), self.ranks, purpose)
             if purpose == "reduce":
                 make_host_groups(made)
-            self._siblings[purpose] = made
-        return self._siblings[purpose]
+            self._siblings[purpose] = GroupRef(made)
+        return self._siblings[purpose].group
 
     @cached_property
-    def _siblings(self) -> dict[str, dist.ProcessGroup]:
+    def _siblings(self) -> dict[str, GroupRef]:
         return {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshAxis:
@@ -135,6 +143,7 @@ def named_mesh(mesh: MeshT) -> MeshT:
 
 
 def _device_mesh_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
+    watch_mesh(mesh)
     mesh = _flattened_by_torch(mesh, names) or mesh
     dims = _dimensions(mesh, names)
     coordinate = mesh.get_coordinate()
@@ -147,7 +156,7 @@ def _device_mesh_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
     if not wide:
         return MeshAxis(name, 1, 0, ranks, None)
     group = mesh.get_group(wide[0]) if len(wide) == 1 else group_of(name, ranks)
-    return MeshAxis(name, len(ranks), place, ranks, group)
+    return MeshAxis(name, len(ranks), place, ranks, group_ref(group))
 
 
 def _flattened_by_torch(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:

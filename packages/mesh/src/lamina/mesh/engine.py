@@ -6,7 +6,15 @@ from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_
 from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError
 from lamina.mesh.hosts import host_groups, host_runs, host_words, ranks_per_host, split_over_hosts
 from lamina.mesh.machine import Machine
-from lamina.mesh.process_groups import ends_before_groups, running_watchdog
+from lamina.mesh.process_groups import (
+    GroupRef,
+    ends_before_groups,
+    ends_with_groups,
+    group_ref,
+    live_group,
+    ranks_of,
+    running_watchdog,
+)
 from lamina.mesh.rng import Seeded, recompute_contexts, require_stream
 from lamina.mesh.roles import copy_role, copy_roles
 from lamina.mesh.settings import EnvironmentProblem, require_overlap
@@ -24,6 +32,7 @@ __all__ = [
     "EnvironmentProblem",
     "EnvironmentVariableError",
     "GroupCreationError",
+    "GroupRef",
     "Machine",
     "MeshAxis",
     "Seeded",
@@ -34,12 +43,16 @@ __all__ = [
     "copy_role",
     "copy_roles",
     "ends_before_groups",
+    "ends_with_groups",
     "environment",
+    "group_ref",
     "host_groups",
     "host_runs",
     "host_words",
+    "live_group",
     "mesh_axis",
     "named_mesh",
+    "ranks_of",
     "ranks_per_host",
     "recompute_contexts",
     "require_overlap",

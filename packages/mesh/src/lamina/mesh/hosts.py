@@ -24,7 +24,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lamina.mesh.errors import EnvironmentVariableError
-from lamina.mesh.process_groups import HostRuns, current_world, default_store, group_of, ranks_of
+from lamina.mesh.process_groups import (
+    GroupRef,
+    HostRuns,
+    current_world,
+    default_store,
+    group_of,
+    ranks_of,
+)
 from lamina.mesh.variables import environment
 
 __all__ = [
@@ -128,7 +135,8 @@ def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Proce
     This never communicates. See Note [No collective makes a group]. Where none were made (None),
     sums of `group` are one exchange, with the same bits.
     """
-    return current_world().host_groups.get(group)
+    refs = current_world().host_groups.get(group)
+    return None if refs is None else (refs[0].group, refs[1].group)
 
 
 def make_host_groups(group: dist.ProcessGroup) -> None:
@@ -157,4 +165,5 @@ def make_host_groups(group: dist.ProcessGroup) -> None:
     begin = rank - place
     # Named after the group, because groups over the same ranks are used in orders of their own.
     inside = group_of(group.group_name, ranks[begin : begin + run], "inside hosts", group)
-    known[group] = inside, group_of(group.group_name, ranks[place::run], "between hosts", group)
+    between = group_of(group.group_name, ranks[place::run], "between hosts", group)
+    known[group] = GroupRef(inside), GroupRef(between)

@@ -15,7 +15,14 @@ from lamina.mesh.axis import MeshAxis, check_axis_names
 from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, AxisSizes
 from lamina.mesh.errors import AxisError, LayoutError
 from lamina.mesh.hosts import make_host_groups, ranks_per_host
-from lamina.mesh.process_groups import current_world, default_store, group_of, running_watchdog
+from lamina.mesh.process_groups import (
+    current_world,
+    default_store,
+    group_of,
+    group_ref,
+    running_watchdog,
+    watch_mesh,
+)
 
 __all__ = ["ParallelLayout", "ParallelMesh"]
 
@@ -123,7 +130,9 @@ class ParallelMesh:
             if group is not None:
                 make_host_groups(group)
             place = ranks.index(self.rank)
-            self._axes[dims] = MeshAxis(_axis_name(dims), len(ranks), place, ranks, group)
+            self._axes[dims] = MeshAxis(
+                _axis_name(dims), len(ranks), place, ranks, group_ref(group)
+            )
         return self._axes[dims]
 
     def group(self, name: str | Sequence[str]) -> dist.ProcessGroup | None:
@@ -156,7 +165,7 @@ class ParallelMesh:
         ends = sorted({0, stages - 1})
         ranks = tuple(self.layout.rank_of({**self._coordinate, "pp": stage}) for stage in ends)
         group = group_of("embedding", ranks) if len(ranks) > 1 else None
-        return MeshAxis("embedding", len(ranks), ranks.index(self.rank), ranks, group)
+        return MeshAxis("embedding", len(ranks), ranks.index(self.rank), ranks, group_ref(group))
 
     @property
     def embedding_group(self) -> dist.ProcessGroup | None:
@@ -228,7 +237,9 @@ class ParallelMesh:
         # from_group takes ours, which cost a rank one call per axis.
         groups = [self._group_or_self(name) for name in axes]
         ranks = torch.arange(self.layout.world_size, dtype=torch.int, device="cpu").view(shape)
-        return DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=axes)
+        mesh = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=axes)
+        watch_mesh(mesh)
+        return mesh
 
     def _group_or_self(self, name: str) -> dist.ProcessGroup:
         # torch wants a group even for an axis of one rank: one for all such axes.
@@ -241,7 +252,9 @@ class ParallelMesh:
         if name in EXPERT_AXES:
             return self.expert_mesh[name]
         group = self._group_or_self(name)
-        return DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(name,))
+        mesh = DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(name,))
+        watch_mesh(mesh)
+        return mesh
 
 
 def _require_same(layout: AxisSizes, rank: int) -> None:

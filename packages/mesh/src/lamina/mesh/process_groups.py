@@ -8,35 +8,89 @@ of groups that the process has made so far. Members with different pasts (only t
 last pipeline stage make an embedding group) would wait for each other under different names
 until the timeout. So groups are made by the function beneath `new_group`, with a name made of axis
 and ranks (docs/decisions/0102-groups-made-by-their-members.md).
+
+Note [Nothing of ours holds a group]
+The threads of a gloo group end when the last reference to the group goes. If one is alive when the
+interpreter ends, and drops the last reference to a tensor, it wants the interpreter's lock, cannot
+have it, and the process aborts. So whatever outlives a call keeps a `GroupRef`, which is weak:
+torch holds the groups of a job until `destroy_process_group`, and nobody else does. What is not
+ours and holds groups (a `DeviceMesh`, torch's FSDP2) lets go of them when the job ends: see
+`ends_with_groups`. See docs/decisions/0109-groups-end-when-they-are-destroyed.md.
 """
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol, TypeAlias, cast
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh.errors import GroupCreationError
 from lamina.mesh.watchdog import Watchdog
 
 __all__ = [
+    "PATIENCE",
+    "GroupRef",
     "HostRuns",
     "current_world",
     "default_store",
     "ends_before_groups",
+    "ends_with_groups",
     "fake_store",
     "group_of",
+    "group_ref",
+    "live_group",
     "ranks_of",
     "running_watchdog",
+    "watch_mesh",
 ]
 
 Group: TypeAlias = dist.ProcessGroup
+T = TypeVar("T")
+
+PATIENCE = 8.0
+"""Seconds: for a saver without progress, and for the groups after an error."""
+
+
+class GroupRef(ref[Group]):
+    """A group for those that outlive it. See Note [Nothing of ours holds a group].
+
+    A call gives the group, or None once it is destroyed.
+    """
+
+    __slots__ = ("_title",)
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)  # type: ignore[call-arg]  # as `ref.__new__` takes it
+        self._title = str(group.group_desc)
+        hash(self)  # that of the group, which can be asked only while there is one
+
+    @property
+    def group(self) -> Group:
+        """The group; RuntimeError if it is destroyed."""
+        if (group := self()) is None:
+            raise RuntimeError(
+                f"process group '{self._title}' is destroyed: destroy_process_group() has been "
+                "called. Start the job anew, and make what communicates (mesh, wrapper, optimizer) "
+                "after that."
+            )
+        return group
+
+
+def group_ref(group: Group | None) -> GroupRef | None:
+    """A reference that holds no group; None stands for a group of one, as everywhere."""
+    return None if group is None else GroupRef(group)
+
+
+def live_group(ref: GroupRef | None) -> Group | None:
+    """The group that `group_ref` was given; RuntimeError if it is destroyed."""
+    return None if ref is None else ref.group
 
 
 def default_store() -> c10d.Store:
@@ -75,22 +129,52 @@ class Saver(Protocol):
         ...
 
 
+class _JobEnd:
+    """What `destroy_process_group()` calls first of all, before a group ends.
+
+    Torch finishes the communicators in its table so, and this is one that does not communicate. A
+    torch without that table (2.11 has it) drops this object on the way, which then is the sign.
+    """
+
+    def __init__(self, world: "World") -> None:
+        self._world: World | None = world
+        table: Any = c10d._world
+        if hasattr(table, "comms"):
+            table.comms.append(self)
+        else:
+            table.pg_coalesce_state[self] = []
+
+    def finalize(self) -> None:
+        """The groups of the job end."""
+        world, self._world = self._world, None
+        if world is not None:
+            world.end()
+
+    __del__ = finalize
+
+
 @dataclass
 class World:
     """What Lamina knows of one default process group: its timeout, what was made in it.
 
     Groups are by description and ranks. `host_groups` are those inside and between hosts that were
-    made of a group. `ranks_per_host` is None until `init_distributed` has found it out.
+    made of a group. `ranks_per_host` is None until `init_distributed` has found it out. `holders`
+    are what lets go of the groups when they end, by its address and what is called with it.
     """
 
     timeout: timedelta | None = None
     savers: WeakSet[Saver] = field(default_factory=WeakSet)
+    holders: WeakValueDictionary[tuple[int, Callable[..., None]], Any] = field(
+        default_factory=WeakValueDictionary
+    )
     watchdog: Watchdog | None = None
     meshes: int = 0
     ranks_per_host: int | None = None
-    groups: dict[tuple[str, tuple[int, ...]], Group] = field(default_factory=dict)
+    groups: WeakValueDictionary[tuple[str, tuple[int, ...]], Group] = field(
+        default_factory=WeakValueDictionary
+    )
     host_runs: WeakKeyDictionary[Group, HostRuns] = field(default_factory=WeakKeyDictionary)
-    host_groups: WeakKeyDictionary[Group, tuple[Group, Group]] = field(
+    host_groups: WeakKeyDictionary[Group, tuple[GroupRef, GroupRef]] = field(
         default_factory=WeakKeyDictionary
     )
 
@@ -98,6 +182,15 @@ class World:
         """Wait for the savers, each until it makes no progress for `patience` seconds."""
         for saver in list(self.savers):
             saver.finish(patience)
+
+    def end(self) -> None:
+        """The groups end now. What works over them ends first, and what holds them lets go."""
+        self.finish_savers(PATIENCE)
+        for (_, let_go), holder in list(self.holders.items()):
+            let_go(holder)
+        if self.watchdog is not None:
+            self.watchdog.close()
+            self.watchdog.join()
 
 
 # Communicators belong to a started job, not to a mesh: equal meshes must share them, and torch
@@ -116,7 +209,10 @@ def current_world() -> World:
     default = dist.group.WORLD
     if default is None:  # pragma: no cover - is_initialized() says otherwise
         raise RuntimeError("torch.distributed says it is started but has no default group.")
-    return _worlds.setdefault(default, World())
+    if (world := _worlds.get(default)) is None:
+        world = _worlds[default] = World()
+        _JobEnd(world)
+    return world
 
 
 def running_watchdog() -> Watchdog | None:
@@ -139,6 +235,22 @@ def ends_before_groups(saver: Saver) -> None:
         current_world().savers.add(saver)
 
 
+def ends_with_groups(holder: T, let_go: Callable[[T], None]) -> None:
+    """Call `let_go(holder)` when the job's groups end, unless the holder (held weakly) has gone."""
+    if dist.is_available() and dist.is_initialized():
+        current_world().holders[id(holder), let_go] = holder
+
+
+def watch_mesh(mesh: DeviceMesh) -> None:
+    """Have a mesh of torch's, which holds its groups (since 2.13), let go when they end."""
+    ends_with_groups(mesh, _forget_groups)
+
+
+def _forget_groups(mesh: DeviceMesh) -> None:
+    for each in (mesh, mesh._get_root_mesh()):
+        getattr(each, "_pg_registry", {}).clear()  # a copy of what torch also finds by name
+
+
 def group_of(
     name: str, ranks: Sequence[int], purpose: str = "", like: dist.ProcessGroup | None = None
 ) -> dist.ProcessGroup:
@@ -155,9 +267,10 @@ def group_of(
     world = current_world()
     description = f"{name}:{purpose}" if purpose else name
     key = (description, tuple(ranks))
-    if key not in world.groups:
-        world.groups[key] = _make_group(description, key[1], world.timeout, like)
-    return world.groups[key]
+    group = world.groups.get(key)
+    if group is None:
+        group = world.groups[key] = _make_group(description, key[1], world.timeout, like)
+    return group
 
 
 def _make_group(

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.hosts import agree_on_hosts
 from lamina.mesh.launch import Launch, read_launch
-from lamina.mesh.process_groups import current_world, default_store, fake_store
+from lamina.mesh.process_groups import (
+    PATIENCE,
+    GroupRef,
+    current_world,
+    default_store,
+    fake_store,
+    group_ref,
+)
 from lamina.mesh.rendezvous import open_store
 from lamina.mesh.settings import settings_problems
 from lamina.mesh.variables import Environment, environment
@@ -26,7 +33,6 @@ from lamina.mesh.watchdog import EXIT_STATUS, Watchdog
 __all__ = ["HarmfulSettingWarning", "Runtime", "init_distributed"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-_PATIENCE = 8.0  # seconds: for a saver without progress, and for the groups after an error
 
 
 class HarmfulSettingWarning(UserWarning):
@@ -59,7 +65,7 @@ class Runtime:
     backend: str
     owns_group: bool
     launcher: str
-    _default_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    _default_group: GroupRef | None = field(default=None, repr=False)
     _watchdog: Watchdog | None = field(default=None, repr=False)
 
     @property
@@ -79,13 +85,14 @@ class Runtime:
     def _close(self, error: BaseException | None) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-        still_there = dist.is_initialized() and dist.group.WORLD is self._default_group
+        ours = None if self._default_group is None else self._default_group()
+        still_there = dist.is_initialized() and dist.group.WORLD is ours
         if self.owns_group and still_there:
             world = current_world()
-            world.finish_savers(_PATIENCE)
+            world.finish_savers(PATIENCE)
             # Without an error, other ranks may be late and well: NCCL's groups end together.
             limit = (world.timeout or DEFAULT_TIMEOUT).total_seconds()
-            limit = limit if error is None else min(_PATIENCE, limit)
+            limit = limit if error is None else min(PATIENCE, limit)
             deadline = threading.Timer(limit, _end_process, (limit, error))
             deadline.daemon = True
             deadline.start()
@@ -192,7 +199,7 @@ def _watch_over(
         store = default_store()
         rank, size = runtime.rank, runtime.world_size
         world.watchdog = Watchdog(store, rank, size, soft_limit, directory)
-        world.watchdog.before_end = partial(world.finish_savers, _PATIENCE)
+        world.watchdog.before_end = partial(world.finish_savers, PATIENCE)
     runtime._watchdog = world.watchdog
 
 
@@ -208,7 +215,7 @@ def _start(
     # No device_id= here: see Note [No bound device].
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
     current_world().timeout = timeout
-    default = dist.group.WORLD
+    default = group_ref(dist.group.WORLD)
     return Runtime(rank, world_size, local_rank, place, chosen, True, launch.launcher, default)
 
 
@@ -227,7 +234,8 @@ def _adopt(env: Environment, backend: str | None, device: torch.device | str | N
     place = _choose_device(local_rank, there, device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    return Runtime(rank, world_size, local_rank, place, there, False, "existing", dist.group.WORLD)
+    default = group_ref(dist.group.WORLD)
+    return Runtime(rank, world_size, local_rank, place, there, False, "existing", default)
 
 
 def _adopted_local_rank(env: Environment, rank: int, world_size: int) -> int:

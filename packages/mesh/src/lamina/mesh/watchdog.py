@@ -123,10 +123,12 @@ class Watchdog:
             )
         if rank == 0:
             self._store.set("server", socket.gethostname())
-        self._thread = threading.Thread(target=self._watch, name="lamina-watchdog", daemon=True)
-        self._thread.start()
-        guard = threading.Thread(target=self._guard, name="lamina-watchdog-guard", daemon=True)
-        guard.start()
+        self._threads = [
+            threading.Thread(target=self._watch, name="lamina-watchdog", daemon=True),
+            threading.Thread(target=self._guard, name="lamina-watchdog-guard", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
         atexit.register(self._at_exit)
 
     def watch(self, source: Callable[[], Activity]) -> None:
@@ -184,11 +186,17 @@ class Watchdog:
                     # This process serves the store, where other hosts have yet to read who is gone.
                     time.sleep(2 * self._pause)
 
+    def join(self) -> None:
+        """Wait until no thread is in the store any more, if it answers."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2.0)
+
     def _at_exit(self) -> None:
         """No thread may use the store any more, and none may hold up a process that has failed."""
         error = getattr(sys, "last_value", None)
         self.close(f"it ended with {type(error).__name__}: {error}" if error else FINISHED)
-        self._thread.join(2.0)
+        self.join()
         if error is not None and self.lost is not None:
             # Lanes still wait in gloo, and Python's end of such threads ends in std::terminate.
             sys.stdout.flush()

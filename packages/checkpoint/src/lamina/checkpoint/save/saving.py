@@ -25,7 +25,7 @@ from lamina.checkpoint.storage.locations import Location
 from lamina.checkpoint.storage.manifest import Manifest
 from lamina.checkpoint.storage.stores import Store
 from lamina.collectives.engine import Job
-from lamina.mesh.engine import ends_before_groups
+from lamina.mesh.engine import ends_before_groups, group_ref, live_group
 
 __all__ = ["Saver"]
 
@@ -55,10 +55,11 @@ class Saver:
         self._store, self._ranks = store, ranks
         self._progress = progress
         self._stage = Stage() if in_background else None
-        self._group = ranks.second_group() if in_background else ranks.group
+        group = ranks.second_group() if in_background else ranks.group
+        self._group = group_ref(group)
         directory = str(store.expected(0).address)
         self._background = Background()
-        self._phases = Phases(self._group, directory)
+        self._phases = Phases(group, directory)
         self._background.words = self._phases.words
         if in_background:
             ends_before_groups(self._background)
@@ -125,7 +126,7 @@ class Saver:
         wrote(0, _PLANS)
         try:
             with self._phases.watched(save.step, self._background.idle):
-                metadata = _dcp_save(tensors, writer, planner, self._group)
+                metadata = _dcp_save(tensors, writer, planner, live_group(self._group))
         except BaseException as error:
             writer.abandon()
             raise own_error(f"saving step {save.step}", error) from error

@@ -30,7 +30,7 @@ from lamina.collectives.compat import profiling
 from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
 from lamina.collectives.transport.lanes import Job, Lane, lane_of
 from lamina.collectives.transport.transport import Completion
-from lamina.mesh.engine import running_watchdog
+from lamina.mesh.engine import GroupRef, group_ref, live_group, running_watchdog
 
 __all__ = [
     "Collective",
@@ -85,7 +85,7 @@ class Handle:
         self._keep = keep  # see Note [Handles hold tensors until wait]
         self._pending = True
         self._job: Job | None = None
-        self._group: ProcessGroup | None = None
+        self._ref: GroupRef | None = None
         self._event: torch.cuda.Event | None = None
         self._issued_on: torch.cuda.Stream | None = None
 
@@ -120,7 +120,7 @@ class Handle:
                 if watchdog is not None and watchdog.gives_up() is not None:
                     raise RuntimeError("the collective cannot end any more")
         except RuntimeError as error:
-            raise_for(error, self._call, self._group)
+            raise_for(error, self._call, None if self._ref is None else self._ref())
 
     def __del__(self) -> None:
         # Dropped without a wait: the tensors are about to be freed on the stream they came from,
@@ -223,13 +223,18 @@ class Collective:
     def __init__(
         self, op: str, output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None
     ) -> None:
-        self.op, self.group = op, group
-        self.size, self.rank = group_size(group), group_rank(group)
+        self.op, self.size, self.rank = op, group_size(group), group_rank(group)
+        self._ref = group_ref(group)
         require_flat(op, "output", output, group)
         require_flat(op, "input", input, group)
         self.device = require_same_device(op, group, output=output, input=input)
         self._kinds = (output.dtype, output.numel()), (input.dtype, input.numel())
         self._wire_dtype, self._sent = input.dtype, 0
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks, or None for a group of one; RuntimeError if the group is destroyed."""
+        return live_group(self._ref)
 
     def _may_overlap(self, output: torch.Tensor, input: torch.Tensor) -> bool:
         """Whether two tensors that share memory do so in the one way that is allowed."""
@@ -270,11 +275,12 @@ class Collective:
         """
         output, input = output.detach(), input.detach()
         self._require_buffers(output, input)
-        kind = self.op, self.group, self._wire_dtype
+        group = self.group
+        kind = self.op, group, self._wire_dtype
         call = issue(*kind, self._sent, between=self._leaving, async_op=async_op)
         return launch(
             Handle(call, (output, input)),
-            self.group,
+            group,
             self.device,
             partial(self._transfer, output, input),
             async_op=async_op,
@@ -297,7 +303,7 @@ def launch(
     of the group.
     """
     lane = lane_of(group) if async_op and group is not None and group.size() > 1 else None
-    handle._group = group
+    handle._ref = None if lane is None else lane.ref
     try:
         with record_function(handle._call.title()) if profiling() else NO_SPAN:
             if device.type == "cuda":

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.spans import purpose
@@ -143,13 +142,12 @@ _LONG = 1.0  # seconds; younger events are not asked
 def activity() -> Activity:
     """What this rank does in collectives, over all groups."""
     waits, recent = [], []
-    for group, lane in lanes():
+    for lane in lanes():
         for call in list(lane.newest):
             seconds = call.waited_for()
             if seconds is not None:
-                ranks = tuple(dist.get_process_group_ranks(group))
-                waits.append(Wait(call.told(), group.group_desc, call.number, seconds, ranks))
-            recent.append((call.issued_ns, f"{call.told()} ({group.group_desc} {call.number})"))
+                waits.append(Wait(call.told(), call.axis, call.number, seconds, lane.ranks))
+            recent.append((call.issued_ns, f"{call.told()} ({call.axis} {call.number})"))
     waits.sort(key=lambda wait: -wait.seconds)
     recent.sort()
     idle = (time.perf_counter_ns() - recent[-1][0]) / 1e9 if recent else 0.0

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from lamina.collectives.call.checks import rows_of_all
 from lamina.collectives.move.small import all_reduce_small, broadcast, host_device
 from lamina.collectives.transport.groups import backend_name
+from lamina.mesh.engine import GroupRef
 
 __all__ = ["Agreement", "CommonFacts", "DisagreementError", "Fact", "describe", "software"]
 
@@ -103,8 +104,8 @@ class CommonFacts:
         several = [group for group in groups if group is not None and group.size() > 1]
         self._device = host_device(several, device)
         real = (group for group in several if backend_name(group, self._device) != "fake")
-        self._groups = [] if self._device.type == "meta" else list(real)
-        self.here = here or (f"rank {dist.get_rank()}" if self._groups else "")
+        self._refs = [] if self._device.type == "meta" else [GroupRef(group) for group in real]
+        self.here = here or (f"rank {dist.get_rank()}" if self._refs else "")
         """This rank and its place in the mesh."""
 
     def require(self, facts: Iterable[Fact] | Agreement) -> None:
@@ -112,12 +113,12 @@ class CommonFacts:
 
         DisagreementError comes on every rank, if the facts of any two differ.
         """
-        if not self._groups:
+        if not self._refs:
             return
         agreement = facts if isinstance(facts, Agreement) else Agreement(facts)
         words = self.words(agreement)
-        for group in self._groups:
-            all_reduce_small([words], group, op="max")
+        for ref in self._refs:
+            all_reduce_small([words], ref.group, op="max")
         self.compare(words, agreement)
 
     def words(self, agreement: Agreement) -> torch.Tensor:
@@ -128,7 +129,7 @@ class CommonFacts:
     def differ(self, words: torch.Tensor) -> bool:
         """Whether any two ranks had other facts, from their reduced `words`; equal on all ranks."""
         first, second, not_first, not_second = words.tolist()
-        return bool(self._groups) and (first, second) != (~not_first, ~not_second)
+        return bool(self._refs) and (first, second) != (~not_first, ~not_second)
 
     def compare(self, words: torch.Tensor, agreement: Agreement) -> None:
         """Whether all ranks had equal facts, from their reduced `words`; collective if not.
@@ -149,15 +150,15 @@ class CommonFacts:
         """What each rank says, cut at 640 bytes (collective)."""
         rows = torch.tensor(list(text.encode()[:_ROW].ljust(_ROW)), dtype=torch.uint8)
         rows = rows.to(self._device)
-        for group in self._groups:
-            rows = rows_of_all(rows.view(-1), group)
+        for ref in self._refs:
+            rows = rows_of_all(rows.view(-1), ref.group)
         found = rows.view(-1, _ROW).tolist()
         return [bytes(one).decode(errors="replace").rstrip() for one in found]
 
     def _first(self, facts: Sequence[Fact]) -> list[Fact]:
         """The facts of the first rank on every axis."""
         text = json.dumps(facts).encode()
-        for group in self._groups:
+        for group in (ref.group for ref in self._refs):
             length = torch.tensor([len(text)], device=self._device)
             broadcast(length, group, src=0).wait()
             payload = torch.zeros(int(length), dtype=torch.uint8, device=self._device)

@@ -18,6 +18,7 @@ from lamina.collectives.move.shaped import start_all_gather
 from lamina.collectives.reduction.summation import sum_rows
 from lamina.collectives.transport.groups import group_rank, group_size, where
 from lamina.collectives.transport.transport import Completion, nothing_left, wait_all
+from lamina.mesh.engine import group_ref, live_group
 
 __all__ = ["SmallReduction", "SpanGroups", "all_reduce_small", "broadcast", "host_device"]
 
@@ -97,7 +98,7 @@ class SmallReduction:
             raise ValueError(
                 f"all_reduce_small {where(group)}: op must be one of {sorted(_BACKEND)}, not {op!r}"
             )
-        self._op, self._group, self._size = op, group, group_size(group)
+        self._op, self._size, self._ref = op, group_size(group), group_ref(group)
         self._alone = not tensors or self._size == 1
         if self._alone:
             return
@@ -140,15 +141,16 @@ class SmallReduction:
     def _by_backend(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         packed = torch.cat([tensor.contiguous().view(-1).view(dtype) for tensor in tensors])
         sent = 2 * (self._size - 1) * -(-packed.numel() // self._size) * dtype.itemsize
-        call = issue("all_reduce_small", self._group, dtype, sent)
+        group = live_group(self._ref)
+        call = issue("all_reduce_small", group, dtype, sent)
 
         def start() -> Completion:
             if packed.is_meta or not packed.numel():
                 return nothing_left
-            work = dist.all_reduce(packed, _BACKEND[self._op], self._group, async_op=True)
+            work = dist.all_reduce(packed, _BACKEND[self._op], group, async_op=True)
             return partial(wait_all, work)
 
-        launch(Handle(call, (packed,)), self._group, self._device, start, async_op=False)
+        launch(Handle(call, (packed,)), group, self._device, start, async_op=False)
         pieces = torch.split(packed, [tensor.numel() for tensor in tensors])
         for tensor, piece in zip(tensors, pieces, strict=True):
             tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
@@ -222,24 +224,24 @@ class SpanGroups:
     """
 
     def __init__(self, groups: Sequence[ProcessGroup | None]) -> None:
-        self._groups = tuple(groups)
+        self._refs = tuple(group_ref(group) for group in groups)
 
     def __eq__(self, other: object) -> bool:
         """Whether two communicators reach the same ranks over the same groups."""
-        return isinstance(other, SpanGroups) and self._groups == other._groups
+        return isinstance(other, SpanGroups) and self._refs == other._refs
 
     def __hash__(self) -> int:
-        return hash(self._groups)
+        return hash(self._refs)
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return math.prod(group_size(group) for group in self._groups)
+        return math.prod(group_size(live_group(ref)) for ref in self._refs)
 
     def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max", "min"]) -> torch.Tensor:
         """Reduce a small tensor in place, inner axis first; integers and float64 as such."""
-        for group in reversed(self._groups):
-            all_reduce_small([tensor], group, op=op)
+        for ref in reversed(self._refs):
+            all_reduce_small([tensor], live_group(ref), op=op)
         return tensor
 
     def all_gather(self, local: torch.Tensor, numels: Sequence[int]) -> torch.Tensor:
@@ -250,7 +252,7 @@ class SpanGroups:
         width = max(numels)
         piece = torch.zeros(width, dtype=local.dtype, device=local.device)
         piece[: local.numel()].copy_(local.detach())
-        for group in reversed(self._groups):
-            piece = start_all_gather(piece, group, async_op=False).wait()
+        for ref in reversed(self._refs):
+            piece = start_all_gather(piece, live_group(ref), async_op=False).wait()
         rows = piece.view(len(numels), width)
         return torch.cat([row[:numel] for row, numel in zip(rows, numels, strict=True)])

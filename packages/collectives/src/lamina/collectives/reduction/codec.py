@@ -13,11 +13,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.collective import DamagedMessageError
 from lamina.collectives.transport.groups import group_rank
 from lamina.collectives.transport.transport import Completion
+from lamina.mesh.engine import GroupRef, live_group
 
 __all__ = ["Cast", "Checksums", "ErrorFeedback", "GradientCodec", "Int8Blocks", "Wire"]
 
@@ -270,7 +270,7 @@ class Wire:
             if side is not None and not self.codec.intact(codes, side):
                 self.damaged.add(sender)
 
-    def guarded(self, ends: Completion, group: ProcessGroup | None) -> Completion:
+    def guarded(self, ends: Completion, ref: GroupRef | None) -> Completion:
         """What ends a sum over a group; then DamagedMessageError is raised for what is noted.
 
         Only then: the other ranks wait for this one's part of the collective.
@@ -279,6 +279,7 @@ class Wire:
         def guarded() -> None:
             ends()
             if self.damaged:
+                group = live_group(ref)
                 known = [0] if group is None else dist.get_process_group_ranks(group)
                 senders = " and ".join(str(known[at]) for at in sorted(self.damaged))
                 self.damaged.clear()

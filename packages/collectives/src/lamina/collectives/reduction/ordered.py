@@ -33,7 +33,7 @@ from lamina.collectives.transport.gloo_exchange import bounds_of
 from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Chunks, Completion, route_for
-from lamina.mesh.engine import host_groups, host_runs
+from lamina.mesh.engine import group_ref, host_groups, host_runs
 
 __all__ = [
     "MESSAGE_BYTES",
@@ -177,10 +177,11 @@ class Reduction(Collective):
         kept = Statistics(self.device) if statistics else None
         sent = self._bytes(accumulate)
         far = partial(self._between_hosts, accumulate)
-        call = issue(self.op, self.group, self._wire_dtype, sent, between=far, async_op=async_op)
+        group = self.group
+        call = issue(self.op, group, self._wire_dtype, sent, between=far, async_op=async_op)
         return launch(
             ReduceHandle(call, (output, input, *memory), kept),
-            self.group,
+            group,
             self.device,
             partial(self._reduce, output, memory, Epilogue(factor, accumulate, kept)),
             async_op=async_op,
@@ -213,7 +214,8 @@ class _Exchange:
         items: int,
         device: torch.device,
     ) -> None:
-        self.group, self.wire, self.size, rank = group, wire, group_size(group), group_rank(group)
+        self.wire, self.size, rank = wire, group_size(group), group_rank(group)
+        self.ref = group_ref(group)
         self._piece, self._whole, self._items = piece, numel, items
         self.own = slice(*bounds_of(rank, piece, numel))
         self.numel = self.own.stop - self.own.start
@@ -386,8 +388,8 @@ class OrderedReduction(Reduction):
     def _between_hosts(self, accumulate: bool, near: Sequence[int]) -> int:
         total = 0
         for exchange in self._exchanges:
-            if exchange.group is not None:
-                sent, gathered = exchange.beyond(host_runs(exchange.group).near)
+            if exchange.ref is not None:
+                sent, gathered = exchange.beyond(host_runs(exchange.ref.group).near)
                 total += sent + self._gathered_bytes(gathered, accumulate)
         return total
 
@@ -475,7 +477,7 @@ class OrderedReduction(Reduction):
         tags = iter([exchange.next_tag() for exchange in (*later, *gathers)])
         ends: Completion = partial(self._complete, chunks, rooms, target, tags, output, epilogue)
         for exchange in self._exchanges:
-            ends = exchange.wire.guarded(ends, exchange.group)
+            ends = exchange.wire.guarded(ends, exchange.ref)
         return ends
 
     def _complete(

@@ -228,7 +228,7 @@ class GlooRoute:
 
     def __init__(self, group: ProcessGroup, piece: int, total: int, unit: int = 1) -> None:
         rank, size = group.rank(), group.size()
-        self._group, self._lane = group, lane_of(group)
+        self._lane = lane_of(group)
         self._unit, self._piece, self._total = unit, piece, total
         self._rank, self._own = rank, bounds_of(rank, piece, total)
         ahead = [(rank + step) % size for step in range(1, size)]
@@ -268,7 +268,8 @@ class GlooRoute:
             if start < stop
         ]
         sends = [(peer, sent) for peer, _, _ in peers] if sent.numel() else []
-        return GlooExchange(self._lane, self._group, sends, receives, output.dtype, tag)
+        lane = self._lane
+        return GlooExchange(lane, lane.ref.group, sends, receives, output.dtype, tag)
 
     def _pass_on(self, first: GlooExchange, output: torch.Tensor, tag: int) -> None:
         """Complete the first exchange, and pass on within this run what came from others."""
@@ -292,6 +293,7 @@ class GlooRoute:
             receives.append((peer, numel, target))
         sends = [(peer, input[first:last]) for peer, first, last in self._ahead if first < last]
         own, tag = (self._rank, input[start:stop]), self._lane.next_tag() if tag is None else tag
+        lane, dtype = self._lane, input.dtype
         return GlooExchange(
-            self._lane, self._group, sends, receives, input.dtype, tag, unit=self._unit, own=own
+            lane, lane.ref.group, sends, receives, dtype, tag, unit=self._unit, own=own
         )

@@ -21,6 +21,8 @@ for the next lane. torch keeps 120 bytes for ever of each thread that has waited
 
 import os
 import threading
+import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -32,12 +34,14 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives.transport.scratch_pool import ScratchPool
 from lamina.collectives.transport.shared_host import HostPeer, find_host_peers
+from lamina.mesh.engine import GroupRef, ends_with_groups, ranks_of
 
 __all__ = ["Job", "Lane", "kept_bytes", "lane_of", "lanes", "release_kept"]
 
 # Messages of collectives carry tags above those that users give to their own sends.
 _FIRST_TAG = 1 << 24
 _TAGS = 1 << 24
+_PATIENCE = 4.0  # seconds: what nobody waits for may need ranks that are gone
 
 
 class Job:
@@ -67,6 +71,7 @@ class Job:
             if then is not None:
                 then()
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # their tensors, and the group
             self._error = error
         # Drop the tensors first: whoever waits may count memory.
         del run, then
@@ -104,6 +109,7 @@ def _run_all(works: SimpleQueue[Callable[[], None]]) -> None:
 class LoggedCall(Protocol):
     """A collective, as those who look at a lane see it."""
 
+    axis: str
     issued_ns: int
     number: int
 
@@ -117,7 +123,11 @@ class LoggedCall(Protocol):
 class Lane:
     """State of one process group on this rank; made on first use, dropped with the group."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
+        self.ref = GroupRef(group)
+        """The group; a lane does not hold it."""
+        self.ranks = tuple(ranks_of(group) or ())
+        """Its members, if torch.distributed has made it."""
         self._lock = threading.Lock()
         self._jobs: deque[Job] = deque()
         self._running = False
@@ -153,6 +163,12 @@ class Lane:
         if start:
             _run_on_a_thread(self._execute_jobs)
         return job
+
+    def finish(self, patience: float = _PATIENCE) -> None:
+        """Wait until the thread has nothing to do; at most `patience` seconds."""
+        end = time.monotonic() + patience
+        while self.busy and time.monotonic() < end:
+            time.sleep(0.001)
 
     @property
     def busy(self) -> bool:
@@ -195,6 +211,7 @@ class Lane:
 
 
 _lanes: weakref.WeakKeyDictionary[ProcessGroup, Lane] = weakref.WeakKeyDictionary()
+_all_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 _lanes_lock = threading.Lock()
 
 
@@ -203,14 +220,18 @@ def lane_of(group: ProcessGroup) -> Lane:
     with _lanes_lock:
         lane = _lanes.get(group)
         if lane is None:
-            lane = _lanes[group] = Lane()
+            lane = _lanes[group] = Lane(group)
+            _all_lanes.add(lane)
+            ends_with_groups(lane, Lane.finish)
         return lane
 
 
-def lanes() -> list[tuple[ProcessGroup, Lane]]:
+def lanes() -> list[Lane]:
     """The lanes of all groups that have been used."""
+    # Who goes through the other table takes hold of each group for a moment: a thread beside
+    # `destroy_process_group` would then end one, and later than its caller expects.
     with _lanes_lock:
-        return list(_lanes.items())
+        return list(_all_lanes)
 
 
 def kept_bytes() -> int:
@@ -220,7 +241,7 @@ def kept_bytes() -> int:
     `threads * 2**17 * (8 + 4 * levels + 4)` bytes each, with `levels` up to log2(ranks) + 1 and
     at most 16 threads counted), and up to 64 MiB per group of what was received by messages.
     """
-    return sum(lane.scratch_pool.nbytes for _, lane in lanes())
+    return sum(lane.scratch_pool.nbytes for lane in lanes())
 
 
 def release_kept() -> None:
@@ -228,5 +249,5 @@ def release_kept() -> None:
 
     No communication: each rank may call it when it likes, also while collectives run.
     """
-    for _, lane in lanes():
+    for lane in lanes():
         lane.scratch_pool.clear()

@@ -27,6 +27,7 @@ from lamina.collectives.transport.gloo_exchange import Chunk, GlooExchange, Gloo
 from lamina.collectives.transport.groups import served_by_gloo
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.peer_windows import PeerChunks, PeerRoute
+from lamina.mesh.engine import GroupRef
 
 __all__ = [
     "Completion",
@@ -164,19 +165,20 @@ class _BackendRoute:
     tags = run = 1
 
     def __init__(self, group: ProcessGroup, piece: int, total: int, device: torch.device) -> None:
-        self._group, self._piece, self._total, self._device = group, piece, total, device
+        self._ref, self._size, self._rank = GroupRef(group), group.size(), group.rank()
+        self._piece, self._total, self._device = piece, total, device
         self._by_backend = not served_by_gloo(group, device)
 
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
     ) -> Completion:
         if self._by_backend:
-            work = all_gather_single(output, input, self._group, async_op=True)
+            work = all_gather_single(output, input, self._ref.group, async_op=True)
             return partial(wait_all, work)
         pieces = self._cut(output)
         sends = [(peer, input) for peer, _ in pieces]
-        complete = exchange(sends, pieces, self._group, self._device, tag)
-        _, own = pieces[self._group.rank()]
+        complete = exchange(sends, pieces, self._ref.group, self._device, tag)
+        _, own = pieces[self._rank]
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
         return complete
@@ -186,19 +188,19 @@ class _BackendRoute:
     ) -> Chunks:
         """By the backend's all-to-all, or by messages through the host; into `scratch`."""
         assert scratch is not None  # noqa: S101 - the caller asks `needs_scratch`
-        size, rank = self._group.size(), self._group.rank()
+        group, size, rank = self._ref.group, self._size, self._rank
         if self._by_backend:
             received = scratch[: self._total]
-            work = dist.all_to_all_single(received, input, group=self._group, async_op=True)
+            work = dist.all_to_all_single(received, input, group=group, async_op=True)
             return _Rows(received.view(size, -1), partial(wait_all, work))
         sends = self._cut(input)
         rows = scratch[: size * sends[rank][1].numel()].view(size, -1)
         rows[rank].copy_(sends[rank][1])
         receives = list(enumerate(rows))
-        return _Rows(rows, exchange(sends, receives, self._group, self._device, tag))
+        return _Rows(rows, exchange(sends, receives, group, self._device, tag))
 
     def _cut(self, whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        bounds = (bounds_of(at, self._piece, self._total) for at in range(self._group.size()))
+        bounds = (bounds_of(at, self._piece, self._total) for at in range(self._size))
         return [(peer, whole[start:stop]) for peer, (start, stop) in enumerate(bounds)]
 
 

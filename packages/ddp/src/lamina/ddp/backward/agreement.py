@@ -25,6 +25,7 @@ from lamina.collectives.engine import (
 from lamina.ddp.compat import foreach_norm
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.facts import digest_of
+from lamina.mesh.engine import GroupRef
 
 __all__ = [
     "BadGradients",
@@ -148,8 +149,9 @@ class ProducedFlags:
         common: CommonFacts | None = None,
     ) -> None:
         self._groups, self._common = groups, common
-        self._over = [one for one in over if one is not None]
-        self._device = host_device(self._over, groups[0].device) if self._over else None
+        several = [group for group in over if group is not None]
+        self._over = [GroupRef(group) for group in several]
+        self._device = host_device(several, groups[0].device) if several else None
         self._reductions: list[SmallReduction] = []
 
     def agree(self, step: Agreement | None = None, bad: BadGradients | None = None) -> BadGradients:
@@ -171,7 +173,7 @@ class ProducedFlags:
             writes = "parameters written outside of a step", str(written) if written else "none"
             shared.append(self._common.words(step.with_facts(writes)))
         if not self._reductions:
-            self._reductions = [SmallReduction(shared, one, "max") for one in self._over]
+            self._reductions = [SmallReduction(shared, over.group, "max") for over in self._over]
         for reduction in self._reductions:
             reduction.reduce(shared)
         if self._common is not None and self._common.differ(shared[1]):
@@ -213,7 +215,7 @@ class ProducedFlags:
                 rows.append([*map(int, flags), value or 0, ~(value or 0)])
         found = torch.tensor(rows, dtype=torch.int64, device=self._device)
         for over in self._over:
-            all_reduce_small([found], over, op="max")
+            all_reduce_small([found], over.group, op="max")
         lone = [
             name
             for (name, is_cut), (*flags, most, least) in zip(names, found.tolist(), strict=True)

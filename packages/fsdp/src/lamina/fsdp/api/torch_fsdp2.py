@@ -28,9 +28,16 @@ from lamina.ddp.engine import (
     refuse_wrapped,
     require_same_model,
 )
+from lamina.fsdp.compat import forget_groups
 from lamina.fsdp.units.plan import plan_units
 from lamina.mesh import ParallelMesh, role_of
-from lamina.mesh.engine import MODEL_AXES, check_fields, mesh_axis, require_overlap
+from lamina.mesh.engine import (
+    MODEL_AXES,
+    check_fields,
+    ends_with_groups,
+    mesh_axis,
+    require_overlap,
+)
 
 __all__ = ["TorchFullyShardedDataParallel", "TorchFullyShardedDataParallelConfig"]
 
@@ -122,6 +129,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         self._unit_bytes = [sum(ref.parameter.nbytes for ref in plan.refs) for plan in plans]
         for plan in reversed(plans):
             fully_shard(plan.module, **settings)
+        ends_with_groups(module, forget_groups)
         self.module = module
         self._syncs = True
         self._unsummed = False

@@ -41,7 +41,9 @@ class OrderCheck:
         compared = [axis for axis in (axes.inner, axes.outer) if axis.size > 1]
         self._name = " and ".join(repr(axis.name) for axis in compared)
         self._me = axes.inner.ranks[axes.inner.rank]
-        self._groups = [axis.sibling("check") for axis in compared]
+        self._axes = compared
+        for axis in compared:
+            axis.sibling("check")  # makes a group, which waits for all of its ranks
         self._names = [unit.title for unit in units]
         self._indices = {id(unit): index for index, unit in enumerate(units)}
         self._device = device
@@ -88,8 +90,8 @@ class OrderCheck:
     def _everybodys(self, mine: list[int]) -> list[list[int]]:
         """The messages of all ranks, in their order: gathered along one axis after the other."""
         messages = torch.tensor(mine, device=self._device)
-        for group in self._groups:
-            messages = start_all_gather(messages, group, async_op=False).wait()
+        for axis in self._axes:
+            messages = start_all_gather(messages, axis.sibling("check"), async_op=False).wait()
         found: list[list[int]] = messages.view(-1, len(mine)).tolist()
         return sorted(found)
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.ddp.engine import DataParallelAxes, ModelAxes, check_dimensions, data_parallel_axes
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.mesh import AxisError, ParallelMesh
-from lamina.mesh.engine import MeshAxis, axis_if_there, mesh_axis
+from lamina.mesh.engine import GroupRef, MeshAxis, axis_if_there, live_group, mesh_axis
 
 __all__ = ["Mesh", "computing_device", "model_axes", "resolve_meshes"]
 
@@ -27,10 +27,10 @@ _PARTS, _EXPERT_PARTS = ("tp", "pp"), ("ep", "expert_tp")
 class _WithGatherGroup(MeshAxis):
     """An axis whose gathers go over a communicator that the caller made."""
 
-    gather: ProcessGroup | None = None
+    gather: GroupRef | None = None
 
     def sibling(self, purpose: str) -> ProcessGroup | None:
-        return self.gather if purpose == "gather" else super().sibling(purpose)
+        return live_group(self.gather) if purpose == "gather" else super().sibling(purpose)
 
 
 def resolve_meshes(
@@ -170,7 +170,7 @@ def _with_gather(
     return replace(
         axes,
         inner=_WithGatherGroup(
-            inner.name, inner.size, inner.rank, inner.ranks, inner.group, gather=group
+            inner.name, inner.size, inner.rank, inner.ranks, inner.ref, gather=GroupRef(group)
         ),
     )
 

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives import send_recv
 from lamina.collectives.engine import ring
+from lamina.mesh.engine import group_ref, live_group
 from lamina.models.attention.kernels import refuse_dropout
 from lamina.models.base.applied import applied
 from lamina.models.compat import (
@@ -259,7 +260,7 @@ class _PiecedAttention(torch.autograd.Function):
                 piece.add_values(out, logs, (q, k, v))
         mixed = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, mixed, logs)
-        ctx.pieces, ctx.group = pieces, group
+        ctx.pieces, ctx.ref = pieces, group_ref(group)
         return mixed
 
     @staticmethod
@@ -270,15 +271,16 @@ class _PiecedAttention(torch.autograd.Function):
         grad_query = torch.zeros_like(query, dtype=logs.dtype)
         travelling: Any = None
         sums: list[Tensor] = []
-        for source, (k, v) in ring((key, value), ctx.group):
+        group = live_group(ctx.ref)
+        for source, (k, v) in ring((key, value), group):
             sums = [torch.zeros_like(x, dtype=logs.dtype) for x in (k, v)]
             for piece in ctx.pieces(source):
                 piece.add_gradients(grad_query, sums, (q, k, v), (g, out, logs))
-            if ctx.group is not None:
+            if group is not None:
                 # A block's gradients follow it one step behind, and end on its own rank (0606).
                 if travelling is not None:
                     _add_each(sums, travelling.wait())
-                travelling = send_recv(sums, ctx.group)
+                travelling = send_recv(sums, group)
         home = sums if travelling is None else travelling.wait()
         grads = zip((grad_query, *home), (query, key, value), strict=True)
         return *(wide.to(x.dtype) for wide, x in grads), None, None

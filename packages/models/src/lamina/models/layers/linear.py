@@ -56,16 +56,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _CutProduct:
-    """How the ranks of a group share a product; a group of None is one process.
+    """How the ranks of an axis share a product; an axis of None is one process.
 
     Each holds some rows of the weight (`side` is `output`) or some columns (`input`). With
     `sequence`, activations outside of the product are cut over tokens.
     """
 
-    group: ProcessGroup | None
+    axis: MeshAxis | None
     side: Cut
     sequence: bool
     reduction: Reduction
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks; None is one process."""
+        return None if self.axis is None else self.axis.group
 
     def gathered(self, x: Tensor) -> Tensor:
         """All tokens of activations that may be cut over tokens."""
@@ -184,8 +189,7 @@ class _Projection(nn.Module):
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         # Ranks that hold columns add the bias to the sum of their products.
         first, last = (bias, None) if self.side == "output" else (None, bias)
-        group = None if self.axis is None else self.axis.group
-        cut = _CutProduct(group, self.side, self.sequence_parallel, self.reduction)
+        cut = _CutProduct(self.axis, self.side, self.sequence_parallel, self.reduction)
         y = applied(_Multiply, x, weight, first, cut, products, self.weight_queue)
         return y if last is None else y + last
 

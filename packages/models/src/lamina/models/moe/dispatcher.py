@@ -110,19 +110,17 @@ class TokenDispatcher:
             return _Replicated(x, routing, self.num_experts, axes.tp)
         if axes.dispatch is None or axes.dispatch.group is None:
             return _Local(x, routing, self.num_experts)
-        axis, group = axes.dispatch, axes.dispatch.sibling("tokens")
-        if group is None:
-            raise RuntimeError(f"axis {axis.name} of {axis.size} ranks has no process group")
+        axis = axes.dispatch
         pieces = 1 if axes.expert_tp is None else axes.expert_tp.size
         homes = axis.size // pieces
         held = self.num_experts // homes
-        way = _Way(axis, group, pieces, homes, held, axis.rank // pieces * held)
+        way = _Way(axis, pieces, homes, held, axis.rank // pieces * held)
         if self.kind == "all_gather":
             return _AllGather(x, routing, way)
         if routing.capacity is not None:
             known = {} if capacities is None else capacities
             if axis.ranks not in known:
-                known[axis.ranks] = _largest(routing.capacity, group, x.device)
+                known[axis.ranks] = _largest(routing.capacity, way.group, x.device)
             return _to_capacity(x, routing, way, known[axis.ranks])
         return _by_counts(x, routing, way)
 
@@ -148,11 +146,18 @@ class _Way:
     """
 
     axis: MeshAxis
-    group: ProcessGroup
     pieces: int
     homes: int
     held: int
     first: int
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group that tokens travel over, which is not that of sums and gathers."""
+        group = self.axis.sibling("tokens")
+        if group is None:
+            raise RuntimeError(f"axis {self.axis.name} of one rank has no process group")
+        return group
 
 
 class _Local(Dispatch):
@@ -180,13 +185,13 @@ class _Replicated(_Local):
     """Every tensor-parallel rank has all tokens and a piece of every expert."""
 
     def __init__(self, x: Tensor, routing: Routing, num_experts: int, tp: MeshAxis) -> None:
-        self.group = tp.group
+        self.tp = tp
         # Each rank's results are partial, and so are the gradients of its inputs.
-        weights = copy_to(routing.weights, self.group)
-        super().__init__(copy_to(x, self.group), replace(routing, weights=weights), num_experts)
+        weights = copy_to(routing.weights, tp.group)
+        super().__init__(copy_to(x, tp.group), replace(routing, weights=weights), num_experts)
 
     def combine(self) -> Tensor:
-        return reduce_from(super().combine(), self.group)
+        return reduce_from(super().combine(), self.tp.group)
 
 
 class _Sent(Dispatch):

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives import all_to_all_tokens, gather_from, reduce_scatter_to
 from lamina.collectives.engine import Pending, start_all_to_all
+from lamina.mesh.engine import GroupRef
 from lamina.models.base.applied import applied
 
 __all__ = ["RowExchange", "gather_rows", "reduce_rows"]
@@ -30,11 +31,16 @@ class RowExchange:
     def __init__(
         self, rows: Tensor, group: ProcessGroup, sends: Sequence[int], receives: Sequence[int]
     ) -> None:
-        self.group = group
+        self._ref = GroupRef(group)
         self.sends = sends
         self.receives = receives
         self.pending: Pending[Tensor] | None = None
         self._ticket: Tensor | None = applied(_Send, rows, self)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks."""
+        return self._ref.group
 
     def wait(self) -> Tensor:
         """Return the received rows `[sum(receives), hidden]`, in the order of the sending ranks."""

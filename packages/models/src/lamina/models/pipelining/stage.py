@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lamina.collectives.engine import Message, receive_operation, send_operation
+from lamina.mesh.engine import group_ref, live_group
 from lamina.models.layers.linear import attach_queue
 from lamina.models.layers.matmul_products import Late, WeightGradientQueue, deliver
 from lamina.models.pipelining.module import GPTStage, Microbatch, SumsGradients
@@ -50,7 +51,7 @@ class LaminaStage(_PipelineStageBase):
     ) -> None:
         if group is not None:
             super().__init__(module, index, num_stages, device, group)
-        self.submod, self.group = module, group
+        self.submod, self.group = module, cast(ProcessGroup, group)
         self.stage_index, self.num_stages, self.device = index, num_stages, device
         self.has_backward = False
         self.stage = stage
@@ -63,6 +64,15 @@ class LaminaStage(_PipelineStageBase):
         self.act_send_info = {}
         self._batches: Sequence[Microbatch] = ()
         self.clear_runtime_states()
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The pipeline's ranks; None is one rank, although torch's type does not say so."""
+        return cast(ProcessGroup, live_group(self._ref))
+
+    @group.setter
+    def group(self, group: ProcessGroup) -> None:
+        self._ref = group_ref(group)
 
     def clear_runtime_states(self) -> None:
         """Clear the state of the previous step."""
@@ -236,4 +246,4 @@ class LaminaStage(_PipelineStageBase):
         forward = (other > self.stage_index) == (make is send_operation)
         tag = (chunk * self.num_stages + max(other, self.stage_index)) * 2 + forward
         peer = self.stage_index_to_group_rank[other]
-        return make(tensor, cast(ProcessGroup, self.group), peer, tag=tag)
+        return make(tensor, self.group, peer, tag=tag)

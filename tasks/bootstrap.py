@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -29,6 +29,7 @@ __all__ = [
     "make_venv",
     "ready",
     "start",
+    "write_lent",
     "write_torchrun",
 ]
 
@@ -44,8 +45,16 @@ VERSION = "{}.{}".format(*sys.version_info)
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
     """Let one process at a time build `.nox/NAME`; the others wait and then find it made."""
-    HOUSE.mkdir(exist_ok=True)
-    with open(HOUSE / f"{name}.lock", "w") as handle:
+    try:
+        HOUSE.mkdir(exist_ok=True)
+        lock = open(HOUSE / f"{name}.lock", "w")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        sys.exit(
+            f"{HOUSE} cannot be written ({error.strerror}), and every task, -l too, keeps its\n"
+            "environment there. Clone the repository into a directory of yours, or point .nox\n"
+            "to one by a link."
+        )
+    with lock as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -101,6 +110,45 @@ def write_torchrun(python: Path) -> None:
     # A shell starts it: a path to Python may be too long, or have a space, for a line after `#!`.
     launcher.write_text(f'#!/bin/sh\nexec "{python}" -m torch.distributed.run "$@"\n')
     launcher.chmod(0o755)
+
+
+LENT = """
+import site
+import sys
+from importlib.machinery import PathFinder
+
+own = set(sys.path)
+for place in {places!r}:
+    site.addsitedir(place)
+lent = set(sys.path) - own
+
+
+class OwnLamina:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name != "lamina":
+            return None
+        spec = PathFinder.find_spec(name, [path for path in sys.path if path not in lent])
+        if spec is not None:  # of a list, or it would look again when `sys.path` changes
+            spec.submodule_search_locations = list(spec.submodule_search_locations)
+        return spec
+
+
+if lent:  # site may come here twice
+    sys.meta_path.insert(0, OwnLamina)
+"""
+
+
+def write_lent(site_packages: Path, places: Iterable[str]) -> None:
+    """Show an environment the packages of another one behind its own, but not its Lamina.
+
+    `lamina` is a namespace of all directories on the path: a module that is missing in this tree
+    would come from the other one.
+    """
+    # Not --system-site-packages: that would show the packages beneath a venv, not the venv's own.
+    # Text and no module: an environment that lends may borrow as well, in the same way.
+    program = LENT.format(places=list(places))
+    (site_packages / "zz_borrowed.pth").write_text(f"import sys; exec({program!r}, {{}})\n")
 
 
 def ready(name: str, *install: str) -> Path:

@@ -28,6 +28,7 @@ from tasks.bootstrap import (
     in_one_line,
     locked,
     make_venv,
+    write_lent,
     write_torchrun,
 )
 from tasks.torches import in_range, range_of_tree
@@ -157,10 +158,8 @@ def stage_venv(session: nox.Session, where: Environment) -> None:
         make_venv(getattr(sys, "_base_executable", sys.executable), where.place)
         return
     make_venv(lender["executable"], where.place)
-    # Not --system-site-packages: that would show the packages beneath a venv, not the venv's own.
-    lines = [f"import site; site.addsitedir({p!r})" for p in lender["paths"].split(":")]
     (site_packages,) = where.place.glob("lib/python3*/site-packages")
-    (site_packages / "zz_borrowed.pth").write_text("\n".join(lines) + "\n")
+    write_lent(site_packages, lender["paths"].split(":"))
     write_torchrun(where.python)
 
 
@@ -223,7 +222,7 @@ def stages(where: Environment) -> dict[str, tuple[str, Stage]]:
         functools.partial(stage_requirements, name=name) for name in ("train.txt", "dev.txt")
     )
     return {
-        "venv": (digest("1", str(ROOT), version, json.dumps(lender)), stage_venv),
+        "venv": (digest("2", str(ROOT), version, json.dumps(lender)), stage_venv),
         "torch": (digest(files / "torch.txt", setting("LAMINA_INDEX_URL"), *torch), stage_torch),
         "train": (digest(files / "train.txt", *where.bounds), train),
         "packages": (digest(*pyprojects), stage_packages),

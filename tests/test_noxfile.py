@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tasks.bootstrap import in_one_line, write_torchrun
+from tasks.bootstrap import in_one_line, write_lent, write_torchrun
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,6 +62,39 @@ def test_an_environment_with_a_borrowed_torch_has_a_torchrun(tmp_path):
     write_torchrun(python)
     run = subprocess.run([python.with_name("torchrun"), "a b.py"], capture_output=True, text=True)
     assert run.stdout == "-m torch.distributed.run a b.py\n", run.stderr
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_a_borrowed_environment_lends_its_packages_and_not_its_lamina(tmp_path, editable):
+    lender, tree, env = tmp_path / "lender", tmp_path / "a tree", tmp_path / "env"
+    theirs = tmp_path / "other tree" if editable else lender
+    for module in (theirs / "lamina/gone", theirs / "lamina/both", tree / "lamina/both"):
+        module.mkdir(parents=True)
+        (module / "__init__.py").touch()
+    lender.mkdir(exist_ok=True)
+    (lender / "guest.py").touch()
+    if editable:
+        (lender / "other.pth").write_text(f"{theirs}\n")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", env], check=True)
+    (site_packages,) = env.glob("lib/python3*/site-packages")
+    write_lent(site_packages, [str(lender)])
+    (site_packages / "lamina.pth").write_text(f"{tree}\n")
+    show = (
+        "import guest, importlib.util, lamina.both; print(lamina.both.__file__, *lamina.__path__, "
+        "importlib.util.find_spec('lamina.gone'), sep='|')"
+    )
+    run = subprocess.run([env / "bin/python", "-c", show], capture_output=True, text=True)
+    both = tree / "lamina" / "both" / "__init__.py"
+    assert run.stdout == f"{both}|{tree / 'lamina'}|None\n", run.stderr
+
+
+def test_a_checkout_that_cannot_be_written_is_told_in_a_sentence(alone):
+    (alone / ".nox").symlink_to("/proc")  # where root cannot write either
+    run = start(alone, "-l", broken=())
+    assert run.returncode == 1
+    assert f"{alone / '.nox'} cannot be written (" in run.stderr
+    assert "Clone the repository into a directory of yours" in run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def imports(nodes: list[ast.stmt]) -> list[str]:

@@ -107,9 +107,3 @@ def test_changelog_opens_with_the_version(layer):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_licence_travels_with_the_package(layer):
     assert (ROOT / "packages" / layer / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-
-
-def test_constraints_name_every_layer():
-    text = (ROOT / "constraints.txt").read_text()
-    lines = [f"lamina-{layer} @ file://${{PWD}}/packages/{layer}" for layer in LAYERS]
-    assert all(line in text.splitlines() for line in lines)

@@ -24,4 +24,4 @@ with contextlib.suppress(ImportError):
     settings.load_profile("busy machine")
 
 # `matrix` marks and `--full`; the closing line for noxfile.py; the order of modules.
-pytest_plugins = ["tasks.matrix.plugin", "closing_line", "longest_first"]
+pytest_plugins = ["tasks.matrix.plugin", "closing_line", "longest_first", "sample"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import subprocess
 import time
 from dataclasses import dataclass
@@ -19,14 +18,14 @@ from pathlib import Path
 
 from tasks.bootstrap import ROOT
 from tasks.elsewhere.place import Place, made
-from tasks.elsewhere.pythons import interpreters, of_the_system
-from tasks.elsewhere.record import RECORD, Row, add
+from tasks.elsewhere.pythons import interpreters, of_the_system, version_of
+from tasks.elsewhere.record import Row, add
 from tasks.torches import supported
 
 __all__ = ["main"]
 
 # What they are called, their words, and what they print: the second one does not begin anew.
-FIRST_RUNS = (
+FIRST_RUNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("the first run", ("--train.steps", "20"), "finished 20 steps"),
     (
         "its resume",
@@ -46,6 +45,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.failed: list[str] = []
+        self.closing_line = ""
 
     def step(self, name: str, *words: str | Path, where: str = "", ends: str = "") -> str:
         """Run a command and note whether it failed; return its last line.
@@ -68,12 +68,13 @@ class Trial:
     def train(self) -> None:
         """Train as README says, but shortly, and go on from there."""
         for name, words, ends in FIRST_RUNS:
-            self.step(name, self.place.python, "noxfile.py", "-s", "train", "--", *words, ends=ends)
+            command = ("noxfile.py", "-s", "train", "--", *words)
+            self.step(name, self.place.python, *command, ends=ends)
 
-    def tests(self, *words: str) -> str:
-        """Run the default tests; return the closing line."""
-        command = [self.place.python, "noxfile.py", "-s", "tests", "--", "-q", *words]
-        return self.step("the tests", *command)
+    def tests(self, *words: str) -> None:
+        """Run the default tests."""
+        command = ("noxfile.py", "-s", "tests", "--", "-q", *words)
+        self.closing_line = self.step("the tests", self.place.python, *command)
 
     def install(self) -> None:
         """Install two layers with README's commands into an empty environment."""
@@ -97,60 +98,60 @@ def commit() -> str:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def try_sample(count: int, python: Path, *, stay: bool) -> int:
-    """Run some tests, other ones with each commit, the first run, and the installs."""
-    with made(python, stay=stay) as place:
-        trial = Trial(place)
-        trial.train()
-        line = trial.tests("--sample", f"{count}:{commit()}")
-        trial.install()
-    return conclude({str(python): trial.failed}, line)
+def attempt(python: Path, *, torch: str, count: int, keep: bool, stay: bool) -> Trial:
+    """Try everything in a new place with a Python and a torch.
 
-
-def try_whole(python: Path, version: str, torch: str, *, stay: bool) -> list[str]:
-    """Run all default tests with a Python and a torch, record the line, and return what failed."""
+    Args:
+        python: the interpreter.
+        torch: a minor version, or "" for that of `requirements/torch.txt`.
+        count: how many of the default tests, others with each commit; 0 means all.
+        keep: whether the record gets a row.
+        stay: whether the place stays.
+    """
     with made(python, stay=stay) as place:
         if torch:
             (place.tree / "requirements/torch.txt").write_text(f"torch=={torch}.*\n")
-        trial = Trial(place, limit=4 * 3600.0)
+        trial = Trial(place, limit=1800.0 if count else 4 * 3600.0)
         trial.train()
-        line = trial.tests()
+        trial.tests(*(("--sample", f"{count}:{commit()}") if count else ()))
         trial.install()
-        show = "import torch; print(torch.__version__)"
-        used = place.run(place.tree / ".nox/env/bin/python", "-c", show, limit=300).last_line
-        add(Row(version, used, commit(), line, "; ".join(trial.failed) or "all as it should be"))
-    return trial.failed
-
-
-def conclude(failed: dict[str, list[str]], line: str) -> int:
-    """Print what failed, and the closing line of the tests last; return the exit code."""
-    for name, steps in failed.items():
-        for step in steps:
-            print(f"elsewhere, {name}: failed: {step}", flush=True)
-    print(f"elsewhere: {line}", flush=True)
-    return int(any(failed.values()))
+        if keep:
+            show = "import torch; print(torch.__version__)"
+            used = place.run(place.tree / ".nox/env/bin/python", "-c", show, limit=300).last_line
+            version = ".".join(map(str, version_of(python)))
+            tests = f"{'a sample: ' if count else ''}{trial.closing_line}"
+            add(Row(version, used, commit(), tests, "; ".join(trial.failed) or "as they should be"))
+    return trial
 
 
 def main(words: list[str]) -> int:
     """Run what the words ask for and return the exit code."""
     parser = argparse.ArgumentParser(prog="noxfile.py -s elsewhere --", description=__doc__)
     parser.add_argument("pythons", nargs="*", help="versions, such as 3.11.2 or 3.14; all, if none")
-    parser.add_argument("--sample", type=int, metavar="COUNT", help="run so many of the tests")
-    parser.add_argument("--python", type=Path, help="an interpreter; of the system, for a sample")
+    parser.add_argument("--sample", type=int, default=0, metavar="COUNT", help="run so many tests")
     parser.add_argument("--torch", choices=supported(), help="one version of torch alone")
+    parser.add_argument("--keep", action="store_true", help="record a sample too")
     parser.add_argument("--stay", action="store_true", help="leave the clones where they are")
     asked = parser.parse_args(words)
-    if asked.sample:
-        return try_sample(asked.sample, asked.python or of_the_system(), stay=asked.stay)
-    have, missing = interpreters(asked.pythons, asked.python)
+    if asked.sample and not asked.pythons:
+        have, missing = [of_the_system()], dict[str, str]()
+    else:
+        have, missing = interpreters(asked.pythons)
+    keep = asked.keep or not asked.sample
     for version, why in missing.items():
         print(f"Python {version} was not reached: {why}", flush=True)
-        add(Row(version, "", commit(), "", f"not reached: {why}"))
-    failed: dict[str, list[str]] = {}
-    for version, python in have.items():
-        ends = [supported()[0], supported()[-1]] if version in (min(have), max(have)) else []
-        for torch in [asked.torch] if asked.torch else ["", *ends]:
-            name = f"Python {version}{torch and f', torch {torch}'}"
-            print(f"\n=== {name}: {shlex.quote(str(python))}", flush=True)
-            failed[name] = try_whole(python, version, torch, stay=asked.stay)
-    return conclude(failed, f"{len(failed)} environments, {RECORD.relative_to(ROOT)}")
+        if keep:
+            add(Row(version, "", commit(), "", f"not reached: {why}"))
+    failed, lines = [], []
+    for python in have:
+        # The ends of the range of Pythons meet the ends of the range of torch.
+        ends = [supported()[0], supported()[-1]] if python in (have[0], have[-1]) else []
+        whole = ["", *ends] if not asked.sample else [""]
+        for torch in [asked.torch] if asked.torch else whole:
+            name = f"{python}{torch and f', torch {torch}'}"
+            print(f"\n=== {name}", flush=True)
+            trial = attempt(python, torch=torch, count=asked.sample, keep=keep, stay=asked.stay)
+            failed += [f"{name}: failed: {step}" for step in trial.failed]
+            lines.append(f"{name}: {trial.closing_line}")
+    print("", *failed, *lines, sep="\n", flush=True)
+    return int(bool(failed))

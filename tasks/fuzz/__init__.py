@@ -1,0 +1,1 @@
+"""The task `fuzz`; what it runs is in tests/fuzz/."""

@@ -1,0 +1,139 @@
+"""What is said of a case: the classes of outcomes, and the comparison with one process."""
+
+from __future__ import annotations
+
+import traceback
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from fuzz.case import Case
+from fuzz.places import Records, differences, in_one_process
+from fuzz.settings import narrow
+
+GOOD = ("right", "refused", "invalid", "theirs")
+"""Outcomes of which nobody has to hear."""
+
+BUGS = (AssertionError, KeyError, IndexError, AttributeError, NameError, RecursionError)
+"""What an error that was meant for the user is not."""
+
+EXACT = 0.0
+ROUNDING = 2e-3
+"""Of a tensor's norm. What goes wrong in silence is off by a tenth and more."""
+NARROW = 0.25
+"""The same where something is kept or sent in fewer bits than fp32."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An outcome.
+
+    Attributes:
+        outcome: "right", "refused" (an error that names the remedy), "wrong" (other numbers),
+            "bits" (other bits than law 2 promises), "hung", "died", "obscure" (an error that was
+            not meant for the user), "uneven" (an error on some ranks, which leaves the others
+            waiting), "invalid" (plain PyTorch refuses the program), or "theirs" (torch's FSDP2
+            refuses it).
+        detail: why.
+    """
+
+    outcome: str
+    detail: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.outcome in GOOD
+
+
+def load(source: str) -> types.ModuleType:
+    """The program as a module."""
+    import linecache
+    import sys
+
+    name = "fuzz_case"
+    module = types.ModuleType(name)
+    module.__file__ = f"<{name}>"
+    # What looks at sources (dynamo's messages, tracebacks) finds it there.
+    linecache.cache[f"<{name}>"] = (len(source), None, source.splitlines(True), f"<{name}>")
+    sys.modules[name] = module
+    exec(compile(source, f"<{name}>", "exec"), module.__dict__)
+    return module
+
+
+def tolerance_of(case: Case, exact: bool) -> float:
+    """How far numbers may be off."""
+    if any(narrow(wrapper.settings) for wrapper in case.wrappers):
+        return NARROW
+    return EXACT if exact and promises_bits(case) else ROUNDING
+
+
+def promises_bits(case: Case) -> bool:
+    """Whether law 2 promises bits for all that the program does."""
+    native = any("native" in w.settings.get("reduction", "") for w in case.wrappers)
+    # Norms are summed in another order, on purpose; other kernels round differently.
+    rounded = {"clip", "torch clip"} & {name for _, after in case.steps for name in after}
+    plain = "foreach=False" in case.optimizer
+    compiled = any("compiled" in part.how for part in case.parts)
+    theirs = any(w.kind == "torch" for w in case.wrappers)
+    return plain and not (native or rounded or compiled or theirs)
+
+
+def judge(case: Case, program: types.ModuleType, found: list[Records]) -> Verdict:
+    """Compare what ranks have recorded with one process."""
+    try:
+        expected, exact = in_one_process(program.program, case.ranks, program.SUMS)
+    except Exception as error:
+        return Verdict("invalid", f"{type(error).__name__}: {error}"[:300])
+    for records in expected:
+        for what, values in records:
+            if not all(bool(v.isfinite().all()) for v in values.values()):
+                return Verdict("invalid", f"{what} is not finite in one process")
+    tolerance = tolerance_of(case, exact)
+    worst = Verdict("right")
+    for rank, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
+        for difference in differences(theirs, ours, max(tolerance, ROUNDING)):
+            return Verdict("wrong", f"rank {rank}: {difference}")
+        if tolerance == EXACT:
+            for difference in differences(theirs, ours, EXACT):
+                worst = Verdict("bits", f"rank {rank}: {difference}")
+                break
+    return worst
+
+
+def refused_by_torch(case: Case, program: types.ModuleType) -> Verdict | None:
+    """Whether one process of plain PyTorch refuses the program too."""
+    try:
+        in_one_process(program.program, case.ranks, program.SUMS)
+    except Exception as error:
+        return Verdict("invalid", f"{type(error).__name__}: {error}"[:300])
+    return None
+
+
+def of_error(case: Case, error: BaseException) -> tuple[str, str]:
+    """Outcome and detail of an error on one rank."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "/lamina/" in f.filename]
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    head = " ".join(lines[:2])
+    place = "; ".join(f"{f.filename.rsplit('/', 2)[-1]}:{f.lineno}" for f in frames[-3:])
+    detail = f"{type(error).__name__}: {head[:400]} ({place})"
+    if case.wrappers[0].kind == "torch" and not (ours and frames[-1] is ours[-1]):
+        return "theirs", detail
+    meant = bool(ours) and frames[-1] is ours[-1] and not isinstance(error, BUGS)
+    return ("refused" if meant and len(head) >= 60 else "obscure"), detail
+
+
+def joined(each: list[Any]) -> Verdict:
+    """Of what the ranks say: (outcome, detail), or None for a rank that said nothing."""
+    said = [one for one in each if one is not None]
+    outcomes = {outcome for outcome, _ in said}
+    bad = sorted(outcomes - {"done"})
+    if not bad:
+        return Verdict("died" if len(said) < len(each) else "done")
+    detail = "; ".join(dict.fromkeys(d for outcome, d in said if outcome in bad))
+    if len(said) < len(each) or "done" in outcomes:
+        return Verdict("uneven", f"{bad[0]} on some ranks: {detail}")
+    for outcome in ("obscure", "theirs", "refused"):
+        if outcome in outcomes:
+            return Verdict(outcome, next(d for o, d in said if o == outcome))
+    return Verdict(bad[0], detail)

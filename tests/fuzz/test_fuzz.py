@@ -1,0 +1,45 @@
+"""Law 8: random programs are right, or refused with the remedy. `-s fuzz` tries more of them."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz.case import Case, program_of
+from fuzz.draw import draw
+from fuzz.session import Fuzzer
+from fuzz.settings import BY_PROGRAM, SOURCES, choices, fields
+
+SEED, CASES, AT_ONCE = "tests", 60, 6
+
+
+def batches() -> list[list[Case]]:
+    """The cases of the fixed seed, those of one number of ranks together."""
+    cases = sorted((draw(SEED, index) for index in range(CASES)), key=lambda case: case.ranks)
+    return [cases[first : first + AT_ONCE] for first in range(0, CASES, AT_ONCE)]
+
+
+@pytest.mark.parametrize("number", range(CASES // AT_ONCE))
+def test_random_programs_are_right_or_refused(number, rank_server):
+    verdicts = Fuzzer(rank_server).run(batches()[number])
+    bad = [
+        f"{name}: {v.outcome}: {v.detail}\nreplay: python3 noxfile.py -s fuzz -- --case {name}"
+        for name, v in verdicts.items()
+        if not v.good
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_a_case_follows_from_its_name():
+    assert draw("a", 7) == draw("a", 7) == Case.from_json(draw("a", 7).to_json())
+    assert program_of(draw("a", 7)) != program_of(draw("a", 8))
+
+
+def test_every_setting_is_drawn_or_has_its_place_in_the_program():
+    left = {
+        f"{source}: {name}: {annotation}"
+        for source in SOURCES
+        for name, (annotation, _) in fields(source).items()
+        if name not in BY_PROGRAM and not choices(name, annotation)
+    }
+    assert not {
+        text for text in left if "Group" not in text and "Mesh" not in text and "Codec" not in text
+    }

@@ -39,4 +39,5 @@ import tasks.matrix.session  # noqa: E402
 import tasks.mutation.session  # noqa: E402
 import tasks.peers.session  # noqa: E402
 import tasks.release.session  # noqa: E402
-import tasks.tests  # noqa: E402, F401
+import tasks.tests  # noqa: E402
+import tasks.virtual_gpu.session  # noqa: E402, F401

@@ -1,0 +1,379 @@
+"""One rank's training step on the virtual GPU: a Llama in plain torch under an engine, as JSON.
+
+    .nox/virtual-gpu/bin/python benchmarks/virtual_gpu_step.py --engine lamina-3 --size 1b
+
+`python3 noxfile.py -s virtual-gpu -- budgets` starts it. It plays
+rank 0 of a world whose other ranks do not exist: NCCL's stand-in takes every message and answers at
+once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake", for the CPU
+
+import lamina_virtual_gpu as virtual_gpu
+
+GIB = 1 << 30
+bf16, fp32 = torch.bfloat16, torch.float32
+
+# ------------------------------------------------------------------------------------ the model
+
+
+@dataclass(frozen=True)
+class Size:
+    """Width, blocks, heads, heads of keys and values, width of the MLP, vocabulary, tokens."""
+
+    width: int
+    blocks: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int
+    tokens: int
+
+
+SIZES = {
+    "tiny": Size(256, 4, 4, 2, 512, 1024, 512),
+    "1b": Size(2048, 16, 32, 8, 8192, 128256, 8192),
+    "8b": Size(4096, 32, 32, 8, 14336, 128256, 8192),
+}
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, 1e-5)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size, self.head = size, size.width // size.heads
+        kv = size.kv_heads * self.head
+        self.query = nn.Linear(size.width, size.width, bias=False)
+        self.key = nn.Linear(size.width, kv, bias=False)
+        self.value = nn.Linear(size.width, kv, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        batch, tokens, _ = x.shape
+        heads = (batch, tokens, -1, self.head)
+        query, key, value = (
+            layer(x).view(heads).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        times = self.size.heads // self.size.kv_heads
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate = nn.Linear(size.width, size.hidden, bias=False)
+        self.up = nn.Linear(size.width, size.hidden, bias=False)
+        self.down = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm1, self.attention = RMSNorm(size.width), Attention(size)
+        self.norm2, self.mlp = RMSNorm(size.width), MLP(size)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x), cos, sin)
+        return x + self.mlp(self.norm2(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.head_width = size.width // size.heads
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList([Block(size) for _ in range(size.blocks)])
+        self.norm = RMSNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device).float()
+        pairs = torch.arange(0, self.head_width, 2, device=ids.device).float()
+        angles = torch.outer(places, 5e5 ** (-pairs / self.head_width))
+        cos, sin = angles.cos(), angles.sin()
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.head(self.norm(x))
+
+
+def recompute(model: Llama) -> None:
+    """Keep the input of each block alone."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(block)
+
+
+# ---------------------------------------------------------------------------------- the engines
+
+Engine = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def fsdp2(model: Llama, world: int, settings: dict[str, object]) -> Engine:
+    """Torch's own, as torchtitan's recipe uses it."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = dist.init_device_mesh("cuda", (world,))
+    how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)}
+    fully_shard(model.embedding, **how)
+    for block in model.blocks:
+        fully_shard(block, **how)
+    fully_shard([model.norm, model.head], **how, reshard_after_forward=False)
+    fully_shard(model, **how)
+    model.to_empty(device="cuda")
+    return model, adamw(model)
+
+
+def lamina(model: Llama, world: int, settings: dict[str, object], strategy: int) -> Engine:
+    """`lamina.fsdp.fully_shard` with a strategy."""
+    from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+    from lamina.mesh import ParallelLayout
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=bf16, main_params_dtype=fp32, main_grads_dtype=fp32, grad_comm_dtype=fp32
+    )
+    how = {"zero_dp_strategy": strategy, "mixed_precision_policy": policy, **settings}
+    return fully_shard(model, adamw(model), device_mesh=ParallelLayout().build("cuda"), **how)
+
+
+def lamina_ddp(model: Llama, world: int, settings: dict[str, object]) -> Engine:
+    """`lamina.ddp.DistributedDataParallel` over fp32 weights."""
+    from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig
+    from lamina.mesh import ParallelLayout
+
+    model = model.to_empty(device="cuda")
+    wrapped = DistributedDataParallel(
+        model, DistributedDataParallelConfig(**settings), ParallelLayout().build("cuda")
+    )
+    return wrapped, adamw(wrapped)
+
+
+def torch_ddp(model: Llama, world: int, settings: dict[str, object]) -> Engine:
+    """Torch's DistributedDataParallel, for the row above."""
+    model = model.to_empty(device="cuda")
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, device_ids=[0], gradient_as_bucket_view=True
+    )
+    return wrapped, adamw(wrapped)
+
+
+def megatron_fsdp(model: Llama, world: int, settings: dict[str, object]) -> Engine:
+    """NVIDIA's Megatron-FSDP from PyPI."""
+    import megatron_fsdp.param_and_grad_buffer as buffers
+    import megatron_fsdp.uneven_dtensor as uneven
+    from megatron_fsdp import fully_shard
+    from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+
+    # It compares what all ranks say of their shards; here one rank's words come back from all.
+    buffers.validate_uneven_dtensor = uneven.validate_uneven_dtensor = lambda *_, **__: None
+    model = model.to(bf16)
+    policy = MixedPrecisionPolicy(
+        main_params_dtype=fp32, main_grads_dtype=fp32, grad_comm_dtype=fp32
+    )
+    return fully_shard(
+        model, adamw(model), mixed_precision_policy=policy,
+        device_mesh=dist.init_device_mesh("cuda", (world, 1), mesh_dim_names=("dp", "tp")),
+        dp_shard_dim="dp", tp_dim="tp", fsdp_unit_modules=[Block], zero_dp_strategy=3,
+        init_model_with_meta_device=True, **settings,
+    )  # fmt: skip
+
+
+def strategy(number: int) -> Callable[[Llama, int, dict[str, object]], Engine]:
+    return lambda model, world, settings: lamina(model, world, settings, number)
+
+
+ENGINES: dict[str, Callable[[Llama, int, dict[str, object]], Engine]] = {
+    "fsdp2": fsdp2,
+    "megatron-fsdp": megatron_fsdp,
+    "torch-ddp": torch_ddp,
+    "lamina-ddp": lamina_ddp,
+    **{f"lamina-{number}": strategy(number) for number in range(4)},
+}
+
+# ------------------------------------------------------------------------------ what is measured
+
+
+@contextmanager
+def python_calls(loss_hook: list[Callable[[torch.Tensor], None]]) -> Iterator[Counter[str]]:
+    """Count calls of Python functions, also in autograd's thread: a hook of the loss is there."""
+    counts: Counter[str] = Counter()
+
+    def note(frame: object, event: str, argument: object) -> None:
+        if event == "call":
+            counts["calls"] += 1
+
+    loss_hook.append(lambda _: sys.setprofile(note))
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield counts
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+        loss_hook.clear()
+
+
+def of_step(step: Callable[[], None]) -> dict[str, object]:
+    """Run a step and return what it asked of the device."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    begun = virtual_gpu.now()
+    virtual_gpu.reset()
+    real = time.process_time()
+    step()
+    real, host = time.process_time() - real, virtual_gpu.now() - begun
+    seen = virtual_gpu.record()
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats()
+    messages = seen.collectives
+    gathers = {"ncclAllGather", "ncclBroadcast"}
+    reductions = {"ncclReduceScatter", "ncclAlltoAll", "ncclReduce"}
+
+    def messages_in(names: set[str]) -> int:
+        return sum(times for name, (times, _) in messages.items() if name in names)
+
+    return {
+        "launches": seen.launches,
+        "gathers": messages_in(gathers),
+        "reductions": messages_in(reductions),
+        "all_reductions": messages_in({"ncclAllReduce"}),
+        "message_mib": round(sum(amount for _, amount in messages.values()) / (1 << 20), 2),
+        "event_records": seen.calls.get("cudaEventRecord", 0),
+        "event_waits": seen.calls.get("cudaStreamWaitEvent", 0),
+        "host_waits": sum(seen.host_waits.values()),
+        "copies": {name: [n, int(size)] for name, (n, size) in seen.copies.items()},
+        "allocated_gib": round(stats["allocated_bytes.all.peak"] / GIB, 3),
+        "reserved_gib": round(stats["reserved_bytes.all.peak"] / GIB, 3),
+        "retries": stats["num_alloc_retries"],
+        "device_allocations": seen.calls.get("cudaMalloc", 0) + seen.calls.get("cuMemCreate", 0),
+        "device_frees": seen.calls.get("cudaFree", 0) + seen.calls.get("cuMemRelease", 0),
+        "allocations": stats["allocation.all.allocated"] - before["allocation.all.allocated"],
+        "virtual_seconds": round(virtual_gpu.now() - begun, 4),
+        "virtual_host_seconds": round(host, 4),
+        "host_processor_seconds": round(real, 3),
+        "teraoperations": round(seen.operations / 1e12, 1),
+        "not_modelled": seen.not_modelled,
+    }
+
+
+def measure(words: argparse.Namespace) -> dict[str, object]:
+    """Build the model under its engine and return what a steady step does."""
+    size = SIZES[words.size]
+    with torch.device("meta"):
+        model = Llama(size)
+    if words.recompute:
+        recompute(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine, optimizer = ENGINES[words.engine](model, words.world, json.loads(words.settings))
+    ids = torch.zeros(words.batch, size.tokens + 1, dtype=torch.long, device="cuda")
+    loss_hook: list[Callable[[torch.Tensor], None]] = []
+    plain = words.engine.endswith("ddp")
+
+    def step() -> None:
+        with torch.autocast("cuda", bf16, enabled=plain):
+            logits = engine(ids[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].reshape(-1))
+        del logits
+        for hook in loss_hook:
+            loss.register_hook(hook)
+        loss.backward()
+        nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    result = of_step(step)
+    with virtual_gpu.host_waits() as waits:
+        step()
+    with python_calls(loss_hook) as calls:
+        step()
+    return {
+        "engine": words.engine,
+        "size": words.size,
+        "world": words.world,
+        "parameters": parameters,
+        **result,
+        "python_calls": calls["calls"],
+        "waits_at": [[times, *lines] for lines, times in waits.items()],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--settings", default="{}", help="further arguments of the engine, as JSON")
+    words = parser.parse_args()
+    local = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": words.world,
+        "LOCAL_WORLD_SIZE": min(8, words.world),
+    }
+    os.environ.update({name: str(value) for name, value in local.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577")
+    torch.cuda.set_device(0)
+    backend = "cpu:fake,cuda:nccl"
+    dist.init_process_group(
+        backend, store=dist.HashStore(), rank=0, world_size=words.world,
+        device_id=torch.device("cuda:0"),
+    )  # fmt: skip
+    try:
+        result = measure(words)
+    except torch.OutOfMemoryError as error:
+        result = {"engine": words.engine, "size": words.size, "out_of_memory": str(error)}
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # the process group's threads wait for ranks that do not exist
+
+
+if __name__ == "__main__":
+    main()

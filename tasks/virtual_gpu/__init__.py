@@ -1,0 +1,1 @@
+"""The virtual GPU: its environment, its tests, and what a step may ask of it."""

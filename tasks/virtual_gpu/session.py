@@ -1,0 +1,59 @@
+"""The task `virtual-gpu`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+from tasks.bootstrap import HOUSE, LAYERS, ROOT, locked
+from tasks.environment import CHILD_ENV
+
+OUT_OF_REACH = 69
+SOURCES = ROOT / "testing" / "virtual_gpu" / "src"
+# What the tests and the layers need beside torch.
+NEEDS = ("pytest", "hypothesis", "einops", "safetensors")
+
+
+def set_up(session: nox.Session, torch: str = "2.14") -> Path:
+    """Return the Python of an environment with a virtual GPU; skip where it cannot be had."""
+    where = HOUSE / ("virtual-gpu" if torch == "2.14" else f"virtual-gpu-{torch}")
+    command = ["-m", "lamina_virtual_gpu", "setup", str(where), "--torch", torch, "--more", *NEEDS]
+    python = getattr(sys, "_base_executable", sys.executable)
+    with locked(where.name):
+        answer = subprocess.run(
+            [python, *command],
+            env={**os.environ, "PYTHONPATH": str(SOURCES)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if answer.returncode == OUT_OF_REACH:
+            session.skip(f"no virtual GPU here: {answer.stderr.strip().splitlines()[-1]}")
+        if answer.returncode:
+            session.error(answer.stderr.strip())
+        # The layers, from the tree.
+        sources = [ROOT / "packages" / layer / "src" for layer in LAYERS]
+        lines = [str(path) for path in (*sources, ROOT / "testing" / "src")]
+        (packages,) = where.glob("lib/python3*/site-packages")
+        (packages / "lamina_tree.pth").write_text("\n".join(lines) + "\n")
+    return where / "bin" / "python"
+
+
+@nox.session(venv_backend="none", default=False, name="virtual-gpu")
+def virtual_gpu(session: nox.Session) -> None:
+    """A GPU that computes nothing: tests of it; `-- budgets`: what a step may ask of a device."""
+    words = list(session.posargs)
+    torch = words.pop(words.index("--torch") + 1) if "--torch" in words else "2.14"
+    words = [word for word in words if word != "--torch"]
+    python = set_up(session, torch)
+    what = words.pop(0) if words[:1] in (["budgets"], ["python"], ["test"]) else "test"
+    if what == "python":  # for one's own program
+        command = [str(python), *words]
+    elif what == "budgets":
+        command = [str(python), "-m", "tasks.virtual_gpu.budgets", *words]
+    else:
+        command = [str(python), "-m", "pytest", "-q", "testing/virtual_gpu/tests", *words]
+    session.run(*command, external=True, env=CHILD_ENV)

@@ -1,0 +1,95 @@
+"""What the virtual GPU has recorded, read by the program that runs on it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from lamina_virtual_gpu.activate import LIBRARY_FOLDER
+
+__all__ = ["Record", "host_waits", "now", "record", "reset"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What this process has asked of its virtual GPUs since the last `reset`.
+
+    Counts of `copies` and `collectives` come with their bytes, those of `products` and `kernels`
+    with their seconds.
+    """
+
+    launches: int
+    replayed_launches: int
+    operations: float
+    seconds_waited: float
+    calls: dict[str, int] = field(repr=False)
+    copies: dict[str, tuple[int, float]]
+    collectives: dict[str, tuple[int, float]]
+    products: dict[str, tuple[int, float]]
+    host_waits: dict[str, int]
+    not_modelled: list[str]
+    streams: list[tuple[int, int, int, float]]
+    kernels: dict[str, tuple[int, float]] = field(repr=False)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The stand-in for the CUDA runtime; it is loaded once in a process."""
+    path = LIBRARY_FOLDER / "libcudart.so.13"
+    if not path.exists():
+        raise RuntimeError(
+            f"{sys.executable} is in no environment with a virtual GPU: {path} is not there.\n"
+            "Make one with `lamina-virtual-gpu setup FOLDER`, and use FOLDER/bin/python"
+        )
+    library = ctypes.CDLL(str(path))
+    library.vgpu_now.restype = ctypes.c_double
+    library.vgpu_record.restype = ctypes.c_char_p
+    return library
+
+
+def reset() -> None:
+    """Begin a new record."""
+    _library().vgpu_reset()
+
+
+def record() -> Record:
+    """Return what has been asked of the virtual GPUs since the last `reset`."""
+    return Record(**json.loads(_library().vgpu_record().decode(errors="replace")))
+
+
+def now() -> float:
+    """Return the host's virtual time, seconds. It moves by fixed costs of calls and by waits.
+
+    With `VGPU_HOST_SCALE=1` the real seconds of the host are added.
+    """
+    return float(_library().vgpu_now())
+
+
+@contextmanager
+def host_waits(depth: int = 6) -> Iterator[Counter[tuple[str, ...]]]:
+    """Collect each wait of the host for the device: what waited, and the Python lines that called.
+
+    Args:
+        depth: how many lines, the innermost first.
+    """
+    seen: Counter[tuple[str, ...]] = Counter()
+
+    def note(what: bytes) -> None:
+        lines, frame = [what.decode()], sys._getframe(1)
+        while frame is not None and len(lines) <= depth:
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            frame = frame.f_back  # type: ignore[assignment]
+        seen[tuple(lines)] += 1
+
+    act = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(note)
+    _library().vgpu_on_host_wait(act)
+    try:
+        yield seen
+    finally:
+        _library().vgpu_on_host_wait(None)

@@ -1,0 +1,90 @@
+// cuBLAS: the shapes of products go to the clock, and nothing is computed.
+#include "products.h"
+
+using namespace virtual_gpu;
+
+struct Handle {
+  Stream *stream;
+  int math, pointers;
+};
+
+EXPORT int cublasCreate_v2(Handle **out) {
+  *out = new Handle{};
+  return kSuccess;
+}
+EXPORT int cublasDestroy_v2(Handle *handle) {
+  delete handle;
+  return kSuccess;
+}
+EXPORT int cublasSetStream_v2(Handle *handle, Stream *stream) {
+  handle->stream = stream;
+  return kSuccess;
+}
+EXPORT int cublasSetWorkspace_v2(Handle *, void *, size_t) { return kSuccess; }
+EXPORT int cublasSetSmCountTarget(Handle *, int) { return kSuccess; }
+EXPORT int cublasSetMathMode(Handle *handle, int mode) {
+  handle->math = mode;
+  return kSuccess;
+}
+EXPORT int cublasGetMathMode(Handle *handle, int *out) {
+  *out = handle->math;
+  return kSuccess;
+}
+EXPORT int cublasSetPointerMode_v2(Handle *handle, int mode) {
+  handle->pointers = mode;
+  return kSuccess;
+}
+EXPORT int cublasGetPointerMode_v2(Handle *handle, int *out) {
+  *out = handle->pointers;
+  return kSuccess;
+}
+EXPORT int cublasGemmEx(Handle *h, int, int, int m, int n, int k, const void *, const void *, int type, int, const void *, int, int, const void *,
+                        void *, int, int, int, int) {
+  product(h->stream, "cublasGemmEx", m, n, k, 1, type, false);
+  return kSuccess;
+}
+EXPORT int cublasGemmStridedBatchedEx(Handle *h, int, int, int m, int n, int k, const void *, const void *, int type, int, long long, const void *,
+                                      int, int, long long, const void *, void *, int, int, long long, int batch, int, int) {
+  product(h->stream, "cublasGemmStridedBatchedEx", m, n, k, batch, type, false);
+  return kSuccess;
+}
+EXPORT int cublasSgemm_v2(Handle *h, int, int, int m, int n, int k, const float *, const float *, int, const float *, int, const float *, float *,
+                          int) {
+  product(h->stream, "cublasSgemm", m, n, k, 1, kFloat32, h->math == kTf32Mode);
+  return kSuccess;
+}
+EXPORT int cublasSgemmStridedBatched(Handle *h, int, int, int m, int n, int k, const float *, const float *, int, long long, const float *, int,
+                                     long long, const float *, float *, int, long long, int batch) {
+  product(h->stream, "cublasSgemmStridedBatched", m, n, k, batch, kFloat32, h->math == kTf32Mode);
+  return kSuccess;
+}
+EXPORT int cublasDgemm_v2(Handle *h, int, int, int m, int n, int k, const double *, const double *, int, const double *, int, const double *,
+                          double *, int) {
+  run_product(h->stream, "cublasDgemm", 2.0 * m * n * k, 8.0 * ((double)m * k + (double)n * k + (double)m * n), settings().fp32 / 2);
+  return kSuccess;
+}
+EXPORT int cublasDgemmStridedBatched(Handle *h, int, int, int m, int n, int k, const double *, const double *, int, long long, const double *, int,
+                                     long long, const double *, double *, int, long long, int batch) {
+  run_product(h->stream, "cublasDgemmStridedBatched", 2.0 * m * n * k * batch, 8.0 * batch * ((double)m * k + (double)n * k + (double)m * n),
+              settings().fp32 / 2);
+  return kSuccess;
+}
+
+// Products of a matrix with a vector, and of two vectors: `elements` are read once.
+static int reduction(Handle *h, const char *what, double elements, int width) {
+  run_product(h->stream, what, 2 * elements, elements * width, settings().fp32);
+  return kSuccess;
+}
+#define VECTORS(letter, T)                                                                                                                        \
+  EXPORT int cublas##letter##gemv_v2(Handle *h, int, int m, int n, const T *, const T *, int, const T *, int, const T *, T *, int) {              \
+    return reduction(h, "cublas" #letter "gemv", (double)m * n, sizeof(T));                                                                       \
+  }                                                                                                                                               \
+  EXPORT int cublas##letter##dot_v2(Handle *h, int n, const T *, int, const T *, int, T *) {                                                      \
+    return reduction(h, "cublas" #letter "dot", 2.0 * n, sizeof(T));                                                                              \
+  }
+VECTORS(S, float)
+VECTORS(D, double)
+EXPORT int cublasDotEx(Handle *h, int n, const void *, int type, int, const void *, int, int, void *, int, int) {
+  product(h->stream, "cublasDotEx", 1, 1, n, 1, type, false);
+  return kSuccess;
+}

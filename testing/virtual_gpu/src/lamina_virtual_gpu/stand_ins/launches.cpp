@@ -1,0 +1,254 @@
+// Kernels: they are registered, counted and timed by what their name, grid and arguments say; nothing is computed.
+#include <cxxabi.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "machine.h"
+
+using namespace virtual_gpu;
+
+namespace virtual_gpu {
+
+std::vector<Kernel *> &kernels() {
+  static auto *all = new std::vector<Kernel *>;
+  return *all;
+}
+
+static std::unordered_map<const void *, Kernel *> &by_handle() {
+  static auto *all = new std::unordered_map<const void *, Kernel *>;
+  return *all;
+}
+
+static Kernel *add_kernel(const void *handle, const char *symbol) {
+  LOCKED;
+  auto *kernel = new Kernel;
+  kernel->symbol = symbol;
+  kernels().push_back(kernel);
+  by_handle()[handle ? handle : kernel] = kernel;
+  return kernel;
+}
+
+// A handle is the address of a host stub that was registered, or a kernel that was given out.
+static Kernel *kernel_of(const void *handle) {
+  auto at = by_handle().find(handle);
+  Kernel *kernel = at != by_handle().end() ? at->second : add_kernel(handle, "a kernel that was not registered");
+  if (kernel->name.empty()) {
+    int status;
+    char *text = abi::__cxa_demangle(kernel->symbol.c_str(), nullptr, nullptr, &status);
+    kernel->name = text ? text : kernel->symbol;
+    free(text);
+  }
+  return kernel;
+}
+
+// ---- how long a kernel takes
+
+struct Shape {
+  Dim3 grid, block;
+  void **arguments;
+  double blocks() const { return (double)grid.x * grid.y * grid.z; }
+  double threads() const { return blocks() * block.x * block.y * block.z; }
+};
+
+static double flash_attention_seconds(const std::string &name, const Shape &shape) {
+  int width = 128, rows = 128, columns = 64;  // of a head, and of a tile
+  size_t traits = name.find("kernel_traits<");
+  if (traits != std::string::npos) sscanf(name.c_str() + traits + strlen("kernel_traits<"), "%d, %d, %d", &width, &rows, &columns);
+  const bool backward = name.find("bwd") != std::string::npos;
+  if (name.find("dot_do_o") != std::string::npos || name.find("convert_dq") != std::string::npos)
+    return shape.blocks() * rows * width * 2 * 3 / settings().memory_rate;
+  const double length = (double)shape.grid.x * (backward ? columns : rows), heads = (double)shape.grid.y * shape.grid.z;
+  const double operations = 4 * length * length * width * heads * 0.5 * (backward ? 2.5 : 1);  // causal: half of all pairs
+  record().operations += operations;
+  return operations / (settings().bf16 * (backward ? 0.35 : 0.5));
+}
+
+static double seconds_of(const Kernel &kernel, const Shape &shape) {
+  const std::string &name = kernel.name;
+  auto has = [&](const char *part) { return name.find(part) != std::string::npos; };
+  double bytes = shape.threads() * 16;  // four floats for each thread, unless more is known
+  if (has("flash_fwd") || has("flash_bwd")) return std::max(settings().shortest_kernel, flash_attention_seconds(name, shape));
+  if (has("multi_tensor_apply_kernel")) {  // a block has a chunk of 65,536 elements of several tensors
+    bytes = shape.blocks() * 65536 * 4 * (has("Adam") ? 5.5 : has("LpNorm") ? 1 : 2);
+  } else if (has("elementwise_kernel") && shape.arguments && shape.arguments[0]) {  // the first argument is the number of elements
+    const double elements = *(int *)shape.arguments[0], width = has("BFloat16") || has("Half") ? 2 : has("bool") ? 1 : 4;
+    if (elements > 0) bytes = elements * width * (has("BinaryFunctor") || has("add") || has("mul") ? 3 : 2);
+  }
+  return std::max(settings().shortest_kernel, bytes / settings().memory_rate);
+}
+
+static int launch(const void *handle, Dim3 grid, Dim3 block, void **arguments, Stream *stream) {
+  LOCKED;
+  if (!grid.x || !grid.y || !grid.z || !block.x || (uint64_t)block.x * block.y * block.z > 1024) return set_error(kInvalidConfiguration);
+  Kernel *kernel = kernel_of(handle);
+  const double seconds = seconds_of(*kernel, Shape{grid, block, arguments});
+  kernel->launches++, kernel->seconds += seconds;
+  record().launches++;
+  host_spends(settings().launch);
+  if (settings().trace) fprintf(stderr, "[virtual GPU] launch %.100s stream %d\n", kernel->name.c_str(), stream_of(stream)->index);
+  enqueue(stream, seconds, kernel);
+  return kSuccess;
+}
+
+void run_product(Stream *stream, const char *what, double operations, double bytes, double rate) {
+  LOCKED;
+  const double seconds = std::max({settings().shortest_kernel, operations / rate, bytes / settings().memory_rate});
+  Count &count = record().products[what];
+  count.times++, count.amount += seconds;
+  record().launches++;
+  record().operations += operations;
+  host_spends(settings().launch);
+  enqueue(stream, seconds);
+}
+
+void run_collective(Stream *stream, const char *what, double bytes, double seconds) {
+  LOCKED;
+  Count &count = record().collectives[what];
+  count.times++, count.amount += bytes;
+  record().launches++;
+  host_spends(settings().launch);
+  enqueue(stream, seconds);
+}
+
+}  // namespace virtual_gpu
+
+// ---- registration, as nvcc's code does it before `main`
+
+EXPORT void **__cudaRegisterFatBinary(void *binary) { return new void *(binary); }
+EXPORT void __cudaRegisterFatBinaryEnd(void **) {}
+EXPORT void __cudaUnregisterFatBinary(void **) {}
+EXPORT char __cudaInitModule(void **) { return 1; }
+EXPORT void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int) {}
+EXPORT void __cudaRegisterManagedVar(void **, void **, char *, const char *, int, size_t, int, int) {}
+EXPORT void __cudaRegisterFunction(void **, const char *stub, char *, const char *symbol, int, void *, void *, void *, void *, int *) {
+  add_kernel(stub, symbol);
+}
+EXPORT int __cudaGetKernel(Kernel **out, const void *stub) {
+  LOCKED;
+  *out = kernel_of(stub);
+  by_handle()[*out] = *out;
+  return kSuccess;
+}
+EXPORT int __cudaLaunchKernel(Kernel *kernel, Dim3 grid, Dim3 block, void **arguments, size_t, Stream *stream) {
+  return launch(kernel, grid, block, arguments, stream);
+}
+
+struct Pending {
+  Dim3 grid, block;
+  size_t shared;
+  Stream *stream;
+};
+static thread_local std::vector<Pending> pending;  // what stands between <<< and >>>
+
+EXPORT unsigned __cudaPushCallConfiguration(Dim3 grid, Dim3 block, size_t shared, Stream *stream) {
+  pending.push_back({grid, block, shared, stream});
+  return kSuccess;
+}
+EXPORT int __cudaPopCallConfiguration(Dim3 *grid, Dim3 *block, size_t *shared, Stream **stream) {
+  const Pending last = pending.back();
+  pending.pop_back();
+  *grid = last.grid, *block = last.block, *shared = last.shared, *stream = last.stream;
+  return kSuccess;
+}
+
+// ---- launches
+
+EXPORT int cudaLaunchKernel(const void *stub, Dim3 grid, Dim3 block, void **arguments, size_t, Stream *stream) {
+  return launch(stub, grid, block, arguments, stream);
+}
+EXPORT int cudaLaunchCooperativeKernel(const void *stub, Dim3 grid, Dim3 block, void **arguments, size_t, Stream *stream) {
+  return launch(stub, grid, block, arguments, stream);
+}
+EXPORT int cudaLaunchKernelExC(const RuntimeLaunch *how, const void *stub, void **arguments) {
+  return launch(stub, how->grid, how->block, arguments, how->stream);
+}
+EXPORT int cuLaunchKernel(void *kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
+                          unsigned, Stream *stream, void **arguments, void **) {
+  return launch(kernel, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, arguments, stream);
+}
+EXPORT int cuLaunchCooperativeKernel(void *kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                                     unsigned block_z, unsigned, Stream *stream, void **arguments) {
+  return launch(kernel, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, arguments, stream);
+}
+EXPORT int cuLaunchKernelEx(const DriverLaunch *how, void *kernel, void **arguments, void **) {
+  return launch(kernel, how->grid, how->block, arguments, how->stream);
+}
+
+// ---- functions and modules: a module is any address, its functions are made when they are asked for
+
+EXPORT int cudaFuncGetAttributes(FunctionAttributes *out, const void *) {
+  const int version = settings().gpu->major * 10 + settings().gpu->minor;
+  memset(out, 0, sizeof *out);
+  out->most_threads = 1024, out->registers = 64, out->ptx_version = out->binary_version = version;
+  out->most_dynamic_shared = (int)(settings().gpu->shared_per_processor_kib * 1024) - 1024;
+  return kSuccess;
+}
+EXPORT int cudaFuncSetAttribute(const void *, int, int) { return kSuccess; }
+EXPORT int cudaKernelSetAttributeForDevice(void *, int, int, int) { return kSuccess; }
+EXPORT int cudaLibraryLoadData(void **out, const void *, void *, void **, unsigned, void *, void **, unsigned) {
+  *out = malloc(8);
+  return kSuccess;
+}
+EXPORT int cudaLibraryUnload(void *library) {
+  free(library);
+  return kSuccess;
+}
+EXPORT int cudaLibraryGetKernel(Kernel **out, void *, const char *name) {
+  *out = add_kernel(nullptr, name);
+  return kSuccess;
+}
+EXPORT int cuModuleLoadData(void **out, const void *) {
+  *out = malloc(8);
+  return kSuccess;
+}
+EXPORT int cuModuleLoadDataEx(void **out, const void *image, unsigned, void *, void **) { return cuModuleLoadData(out, image); }
+EXPORT int cuModuleLoad(void **out, const char *) { return cuModuleLoadData(out, nullptr); }
+EXPORT int cuModuleUnload(void *module) { return cudaLibraryUnload(module); }
+EXPORT int cuModuleGetFunction(Kernel **out, void *, const char *name) {
+  *out = add_kernel(nullptr, name);
+  return kSuccess;
+}
+EXPORT int cuFuncGetAttribute(int *out, int number, void *) {
+  *out = number == 0 ? 1024 : number == 4 ? 32 : 0;  // threads of a block, registers
+  return kSuccess;
+}
+EXPORT int cuFuncSetAttribute(void *, int, int) { return kSuccess; }
+EXPORT int cuFuncSetCacheConfig(void *, int) { return kSuccess; }
+
+static int resident_blocks(int threads, size_t shared) {
+  int blocks = threads > 0 ? 2048 / threads : 1;
+  if (shared) blocks = std::min(blocks, (int)(settings().gpu->shared_per_processor_kib * 1024 / (double)(shared + 1024)));
+  return std::clamp(blocks, 1, 32);
+}
+EXPORT int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *out, const void *, int threads, size_t shared) {
+  *out = resident_blocks(threads, shared);
+  return kSuccess;
+}
+EXPORT int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *out, const void *, int threads, size_t shared, unsigned) {
+  *out = resident_blocks(threads, shared);
+  return kSuccess;
+}
+EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *out, void *, int threads, size_t shared) {
+  *out = resident_blocks(threads, shared);
+  return kSuccess;
+}
+EXPORT int cuOccupancyMaxActiveClusters(int *out, void *, const DriverLaunch *) {
+  *out = settings().gpu->processors / 2;
+  return kSuccess;
+}
+
+// Descriptors that Triton makes for the tensor memory accelerator: kernels that read them never run.
+EXPORT int cuTensorMapEncodeTiled() { return kSuccess; }
+EXPORT int cuTensorMapEncodeIm2col() { return kSuccess; }
+
+static int not_linked(const char *name) {
+  not_modelled(name);
+  return kNotSupported;
+}
+EXPORT int cuLinkCreate_v2() { return not_linked("cuLinkCreate_v2"); }
+EXPORT int cuLinkAddData_v2() { return not_linked("cuLinkAddData_v2"); }
+EXPORT int cuLinkComplete() { return not_linked("cuLinkComplete"); }

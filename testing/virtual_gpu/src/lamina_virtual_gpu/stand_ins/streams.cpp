@@ -1,0 +1,423 @@
+// Streams, events and graphs. A stream is the time at which its work ends; an event carries such a time to other streams.
+#include <string.h>
+
+#include <algorithm>
+
+#include "machine.h"
+
+using namespace virtual_gpu;
+
+struct Event {
+  int device = 0;
+  unsigned flags = 0;
+  bool recorded = false;
+  double time = 0;
+  std::weak_ptr<Capture> capture;
+  bool captured = false;
+  std::vector<size_t> frontier;
+};
+
+struct Graph {
+  std::shared_ptr<Capture> work;
+};
+
+namespace virtual_gpu {
+
+static std::vector<Stream *> &created() {
+  static auto *all = new std::vector<Stream *>;
+  return *all;
+}
+
+static Stream *default_stream(int device) {
+  static Stream *all = [] {
+    auto *made = new Stream[kMostDevices];
+    for (int i = 0; i < kMostDevices; i++) made[i].device = i;
+    return made;
+  }();
+  return all + device;
+}
+
+// 0 is the legacy default stream, 1 its other name, 2 the thread's: torch uses the first alone.
+static bool is_default(Stream *handle) { return (uintptr_t)handle <= 2; }
+
+Stream *stream_of(Stream *handle) { return is_default(handle) ? default_stream(current_device()) : handle; }
+
+void every_stream(void (*act)(Stream *, void *), void *argument) {
+  for (int device = 0; device < settings().devices; device++) act(default_stream(device), argument);
+  for (Stream *stream : created()) act(stream, argument);
+}
+
+double end_of_device(int device) {
+  double end = default_stream(device)->time;
+  for (Stream *stream : created())
+    if (stream->device == device) end = std::max(end, stream->time);
+  return end;
+}
+
+bool any_capture(int device) {
+  for (Stream *stream : created())
+    if (stream->device == device && stream->capture) return true;
+  return false;
+}
+
+// ---- what a capture forbids
+
+static thread_local int thread_mode = kGlobal;
+static thread_local std::vector<std::weak_ptr<Capture>> begun_here;
+static std::vector<std::weak_ptr<Capture>> global_captures;
+
+static bool spoil(std::vector<std::weak_ptr<Capture>> &captures, bool global_alone) {
+  bool any = false;
+  for (auto &weak : captures)
+    if (auto capture = weak.lock())
+      if (capture->origin && capture->mode != kRelaxed && (!global_alone || capture->mode == kGlobal)) capture->broken = any = true;
+  return any;
+}
+
+// A call that may wait or allocate is refused while this thread captures, or while any thread captures in the global mode
+// and this one has not asked for another mode.
+bool capture_forbids() {
+  if (thread_mode == kRelaxed) return false;
+  bool here = spoil(begun_here, false);
+  bool anywhere = thread_mode == kGlobal && spoil(global_captures, true);
+  return here || anywhere;
+}
+
+// ---- work
+
+double enqueue(Stream *handle, double seconds, Kernel *kernel) {
+  LOCKED;
+  Stream *stream = stream_of(handle);
+  stream->work++;
+  if (stream->capture) {
+    Capture &capture = *stream->capture;
+    capture.before.push_back(stream->frontier);
+    stream->frontier = {capture.before.size() - 1};
+    capture.seconds += seconds;
+    if (kernel) capture.kernels.push_back(kernel);
+    return 0;
+  }
+  double start = std::max(stream->time, host_now());
+  if (is_default(handle)) {  // it waits for all streams that were not made non-blocking, and they for it
+    for (Stream *other : created())
+      if (other->device == stream->device && !(other->flags & kNonBlocking)) start = std::max(start, other->time);
+  } else if (!(stream->flags & kNonBlocking)) {
+    start = std::max(start, default_stream(stream->device)->time);
+  }
+  stream->time = start + seconds;
+  stream->busy += seconds;
+  return stream->time;
+}
+
+// Some programs poll. The host's clock stands still meanwhile, so a thread that has asked often, with no work given to any
+// stream in between, is taken to wait.
+static bool still_running(double end, const char *what) {
+  static thread_local double asked_for = -1;
+  static thread_local int asked = 0;
+  if (end <= host_now()) return false;
+  asked = asked_for == end ? asked + 1 : 0;
+  asked_for = end;
+  if (asked < 100) return true;
+  record().host_waits[what]++;
+  host_waits_until(end);
+  asked = 0;
+  return false;
+}
+
+}  // namespace virtual_gpu
+
+// ---- streams
+
+EXPORT int cudaStreamCreateWithPriority(Stream **out, unsigned flags, int priority) {
+  LOCKED;
+  CALL(cudaStreamCreate);
+  auto *stream = new Stream;
+  stream->device = current_device(), stream->flags = flags, stream->priority = std::max(-5, std::min(0, priority));
+  created().push_back(stream);
+  stream->index = (int)created().size();
+  *out = stream;
+  return kSuccess;
+}
+EXPORT int cudaStreamCreateWithFlags(Stream **out, unsigned flags) { return cudaStreamCreateWithPriority(out, flags, 0); }
+EXPORT int cudaStreamCreate(Stream **out) { return cudaStreamCreateWithPriority(out, 0, 0); }
+EXPORT int cudaStreamDestroy(Stream *stream) {
+  LOCKED;
+  auto &all = created();
+  auto at = std::find(all.begin(), all.end(), stream);
+  if (at == all.end()) return set_error(kInvalidHandle);
+  all.erase(at);  // the object stays: events may have been recorded on it
+  return kSuccess;
+}
+EXPORT int cudaStreamGetPriority(Stream *stream, int *priority) {
+  LOCKED;
+  *priority = stream_of(stream)->priority;
+  return kSuccess;
+}
+EXPORT int cudaDeviceGetStreamPriorityRange(int *lowest, int *highest) {
+  *lowest = 0, *highest = -5;
+  return kSuccess;
+}
+
+EXPORT int cudaStreamSynchronize(Stream *stream) {
+  double end;
+  {
+    LOCKED;
+    CALL(cudaStreamSynchronize);
+    if (stream_of(stream)->capture || capture_forbids()) return set_error(kCaptureUnsupported);
+    end = stream_of(stream)->time;
+  }
+  host_wait("cudaStreamSynchronize", end);
+  return kSuccess;
+}
+
+EXPORT int cudaStreamQuery(Stream *stream) {
+  LOCKED;
+  CALL(cudaStreamQuery);
+  if (stream_of(stream)->capture || capture_forbids()) return set_error(kCaptureUnsupported);
+  return still_running(stream_of(stream)->time, "polled cudaStreamQuery") ? kNotReady : kSuccess;
+}
+
+EXPORT int cudaStreamWaitEvent(Stream *handle, Event *event, unsigned) {
+  LOCKED;
+  CALL(cudaStreamWaitEvent);
+  host_spends(settings().call);
+  Stream *stream = stream_of(handle);
+  if (!event->recorded) return kSuccess;
+  if (!event->captured) {
+    if (stream->capture) return set_error(kCaptureIsolation);  // what was recorded outside is not known within
+    stream->time = std::max(stream->time, event->time);
+    return kSuccess;
+  }
+  auto capture = event->capture.lock();
+  if (!capture || !capture->origin) return set_error(kCapturedEvent);
+  if (stream->capture && stream->capture != capture) return set_error(kCaptureIsolation);
+  if (!stream->capture) stream->capture = capture, stream->frontier.clear();  // the stream joins the capture
+  stream->frontier.insert(stream->frontier.end(), event->frontier.begin(), event->frontier.end());
+  return kSuccess;
+}
+
+// Host functions run at once: what they look at has not been computed anyway.
+EXPORT int cudaStreamAddCallback(Stream *stream, void (*act)(Stream *, int, void *), void *data, unsigned) {
+  CALL(cudaStreamAddCallback);
+  act(stream, kSuccess, data);
+  return kSuccess;
+}
+EXPORT int cudaLaunchHostFunc(Stream *, void (*act)(void *), void *data) {
+  CALL(cudaLaunchHostFunc);
+  act(data);
+  return kSuccess;
+}
+
+// ---- events
+
+EXPORT int cudaEventCreateWithFlags(Event **out, unsigned flags) {
+  LOCKED;
+  CALL(cudaEventCreate);
+  *out = new Event;
+  (*out)->flags = flags, (*out)->device = current_device();
+  return kSuccess;
+}
+EXPORT int cudaEventCreate(Event **out) { return cudaEventCreateWithFlags(out, 0); }
+EXPORT int cudaEventDestroy(Event *event) {
+  LOCKED;
+  CALL(cudaEventDestroy);
+  delete event;
+  return kSuccess;
+}
+EXPORT int cudaEventRecord(Event *event, Stream *handle) {
+  LOCKED;
+  CALL(cudaEventRecord);
+  host_spends(settings().call);
+  Stream *stream = stream_of(handle);
+  event->recorded = true;
+  event->captured = stream->capture != nullptr;
+  event->capture = stream->capture;
+  event->frontier = stream->frontier;
+  event->time = std::max(stream->time, host_now());
+  return kSuccess;
+}
+EXPORT int cudaEventRecordWithFlags(Event *event, Stream *stream, unsigned) { return cudaEventRecord(event, stream); }
+EXPORT int cudaEventQuery(Event *event) {
+  LOCKED;
+  CALL(cudaEventQuery);
+  if (event->captured) return set_error(kCapturedEvent);
+  if (capture_forbids()) return set_error(kCaptureUnsupported);
+  return event->recorded && still_running(event->time, "polled cudaEventQuery") ? kNotReady : kSuccess;
+}
+EXPORT int cudaEventSynchronize(Event *event) {
+  double end;
+  {
+    LOCKED;
+    CALL(cudaEventSynchronize);
+    if (event->captured) return set_error(kCapturedEvent);
+    if (capture_forbids()) return set_error(kCaptureUnsupported);
+    end = event->time;
+  }
+  host_wait("cudaEventSynchronize", end);
+  return kSuccess;
+}
+EXPORT int cudaEventElapsedTime(float *milliseconds, Event *first, Event *last) {
+  LOCKED;
+  if (!first->recorded || !last->recorded || ((first->flags | last->flags) & kDisableTiming)) return set_error(kInvalidHandle);
+  if (std::max(first->time, last->time) > host_now()) return set_error(kNotReady);
+  *milliseconds = (float)((last->time - first->time) * 1e3);
+  return kSuccess;
+}
+EXPORT int cudaIpcGetEventHandle(IpcHandle *out, Event *event) {
+  memset(out, 0, sizeof *out);
+  memcpy(out, &event->time, sizeof event->time);
+  return kSuccess;
+}
+EXPORT int cudaIpcOpenEventHandle(Event **out, IpcHandle handle) {
+  int status = cudaEventCreateWithFlags(out, kDisableTiming);
+  memcpy(&(*out)->time, &handle, sizeof(double));
+  (*out)->recorded = true;
+  return status;
+}
+
+// ---- graphs
+
+static uint64_t captures = 0;
+
+static int begin_capture(Stream *handle, int mode) {
+  CALL(cudaStreamBeginCapture);
+  if (is_default(handle)) return set_error(kCaptureUnsupported);
+  if (handle->capture) return set_error(kIllegalState);
+  auto capture = std::make_shared<Capture>();
+  capture->number = ++captures, capture->mode = mode, capture->origin = handle;
+  handle->capture = capture, handle->frontier.clear();
+  begun_here.push_back(capture);
+  global_captures.push_back(capture);
+  return kSuccess;
+}
+EXPORT int cudaStreamBeginCapture(Stream *stream, int mode) {
+  LOCKED;
+  return begin_capture(stream, mode);
+}
+EXPORT int cudaStreamBeginCaptureToGraph(Stream *stream, Graph *graph, const void *, const void *, size_t, int mode) {
+  LOCKED;
+  int status = begin_capture(stream, mode);
+  if (!status) graph->work = stream->capture;
+  return status;
+}
+
+// Whether all work comes before the end of the stream that began: what was forked off must have been joined again.
+static bool joined(const Capture &capture, const std::vector<size_t> &last) {
+  std::vector<bool> seen(capture.before.size());
+  std::vector<size_t> open = last;
+  size_t reached = 0;
+  while (!open.empty()) {
+    size_t work = open.back();
+    open.pop_back();
+    if (seen[work]) continue;
+    seen[work] = true, reached++;
+    open.insert(open.end(), capture.before[work].begin(), capture.before[work].end());
+  }
+  return reached == seen.size();
+}
+
+EXPORT int cudaStreamEndCapture(Stream *stream, Graph **out) {
+  LOCKED;
+  CALL(cudaStreamEndCapture);
+  *out = nullptr;
+  auto capture = stream_of(stream)->capture;
+  if (!capture) return set_error(kIllegalState);
+  if (capture->origin != stream) return set_error(kCaptureUnjoined);
+  bool whole = joined(*capture, stream->frontier);
+  capture->origin = nullptr;  // it has ended
+  for (Stream *other : created())
+    if (other->capture == capture) other->capture.reset(), other->frontier.clear();
+  if (capture->broken) return set_error(kCaptureInvalidated);
+  if (!whole) return set_error(kCaptureUnjoined);
+  *out = new Graph{capture};
+  return kSuccess;
+}
+
+static int capture_status(Stream *stream) { return !stream->capture ? kNotCapturing : stream->capture->broken ? kCaptureBroken : kCapturing; }
+
+EXPORT int cudaStreamIsCapturing(Stream *stream, int *out) {
+  LOCKED;
+  *out = capture_status(stream_of(stream));
+  return kSuccess;
+}
+EXPORT int cudaStreamGetCaptureInfo(Stream *handle, int *status, unsigned long long *number, Graph **graph, const void **nodes, const void **edges,
+                                    size_t *count) {
+  LOCKED;
+  static auto *kept = new std::map<uint64_t, Graph *>;  // callers look at a capture's graph, they do not own it
+  Stream *stream = stream_of(handle);
+  *status = capture_status(stream);
+  if (number) *number = stream->capture ? stream->capture->number : 0;
+  if (graph) {
+    *graph = nullptr;
+    if (stream->capture) {
+      Graph *&entry = (*kept)[stream->capture->number];
+      if (!entry) entry = new Graph{stream->capture};
+      *graph = entry;
+    }
+  }
+  if (nodes) *nodes = nullptr;
+  if (edges) *edges = nullptr;
+  if (count) *count = 0;
+  return kSuccess;
+}
+EXPORT int cudaStreamUpdateCaptureDependencies(Stream *, void *, const void *, size_t, unsigned) { return kSuccess; }
+EXPORT int cudaThreadExchangeStreamCaptureMode(int *mode) {
+  std::swap(*mode, thread_mode);
+  return kSuccess;
+}
+
+EXPORT int cudaGraphInstantiateWithFlags(Graph **out, Graph *graph, unsigned long long) {
+  LOCKED;
+  CALL(cudaGraphInstantiate);
+  *out = new Graph(*graph);
+  return kSuccess;
+}
+EXPORT int cudaGraphLaunch(Graph *graph, Stream *stream) {
+  LOCKED;
+  CALL(cudaGraphLaunch);
+  host_spends(2 * settings().launch);
+  record().replays += graph->work->before.size();
+  for (Kernel *kernel : graph->work->kernels) kernel->launches++;
+  enqueue(stream, graph->work->seconds);
+  return kSuccess;
+}
+EXPORT int cudaGraphDestroy(Graph *graph) {
+  delete graph;
+  return kSuccess;
+}
+EXPORT int cudaGraphExecDestroy(Graph *graph) { return cudaGraphDestroy(graph); }
+EXPORT int cudaGraphGetNodes(Graph *graph, void **nodes, size_t *count) {
+  LOCKED;
+  if (!nodes) *count = graph->work->before.size();
+  else
+    for (size_t i = 0; i < *count; i++) nodes[i] = (void *)(i + 1);
+  return kSuccess;
+}
+EXPORT int cudaGraphNodeGetDependencies(void *, void **, void *, size_t *count) {
+  *count = 0;
+  return kSuccess;
+}
+EXPORT int cudaGraphAddNode(void **, Graph *, const void *, const void *, size_t, void *) {
+  not_modelled("cudaGraphAddNode");
+  return set_error(kNotSupported);
+}
+EXPORT int cudaGraphConditionalHandleCreate(void *, Graph *, unsigned, unsigned) {
+  not_modelled("cudaGraphConditionalHandleCreate");
+  return set_error(kNotSupported);
+}
+
+// An object that a graph holds until it is destroyed; here it lives on.
+EXPORT int cudaUserObjectCreate(void **out, void *object, void (*)(void *), unsigned, unsigned) {
+  *out = object;
+  return kSuccess;
+}
+EXPORT int cudaUserObjectRelease(void *, unsigned) { return kSuccess; }
+EXPORT int cudaGraphRetainUserObject(Graph *, void *, unsigned, unsigned) { return kSuccess; }
+
+// ---- the driver's entries for streams
+
+EXPORT int cuStreamWriteValue32_v2(Stream *stream, uint32_t *address, uint32_t value, unsigned) {
+  *address = value;
+  enqueue(stream, settings().shortest_kernel);
+  return kSuccess;
+}

@@ -8,10 +8,12 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import lamina.mesh
@@ -294,3 +296,67 @@ def test_every_world_of_several_ranks_has_one_unless_it_is_switched_off(ranks):
         init_distributed(soft_limit=-1)
     with init_distributed():
         assert running_watchdog() is not None
+
+
+def test_a_rank_that_has_waited_little_may_just_go_on():
+    reports = {0: report(0, wait()), 1: report(1, replace(wait("sum of head", 9), seconds=2.0))}
+    assert not verdict(reports, {}).hopeless
+    reports[1] = report(1, replace(wait("sum of head", 9), seconds=12.0))
+    assert verdict(reports, {}).hopeless
+
+
+@pytest.mark.ranks(2, init=False, reuse=False)
+@pytest.mark.parametrize("call", ["broadcast", "barrier", "all_gather_object"])
+def test_a_wait_in_torchs_own_collective_is_named_and_ends_with_the_job(
+    call, ranks, monkeypatch, tmp_path
+):
+    """An evaluation on the first rank alone, while the other one waits for its result."""
+    monkeypatch.setattr("lamina.mesh.watchdog._PATIENCE", 60.0)  # it would end this process
+    calls = {
+        "broadcast": lambda: dist.broadcast(torch.zeros(3), 0),
+        "barrier": dist.barrier,
+        "all_gather_object": lambda: dist.all_gather_object([None, None], 1),
+    }
+    with init_distributed(device="cpu", soft_limit=0.5, verdict_directory=tmp_path):
+        watchdog = running_watchdog()
+        if ranks.rank == 0:
+            with watchdog.making("a group of the first rank's", (0, 1)):
+                eventually(lambda: watchdog.lost)
+        calls[call]()  # the first rank comes late, and so the other one goes on
+        eventually(lambda: watchdog.lost)
+        assert f"in torch's {call} (" in watchdog.lost
+        assert "(rank 1 at " not in watchdog.lost
+        assert "to which rank 0 did not come" in watchdog.lost
+        assert "ranks make different calls" in watchdog.lost
+
+
+@pytest.mark.ranks(2, init=False, reuse=False)
+def test_a_large_message_of_torchs_is_given_its_time_and_a_single_one_is_no_collective(ranks):
+    with init_distributed(device="cpu", soft_limit=60):
+        watchdog, seen = running_watchdog(), []
+        if ranks.rank == 1:
+            spy = threading.Thread(target=look_beside, args=(watchdog, seen))
+            spy.start()
+            dist.broadcast(torch.zeros(10_000_000), 0)  # 40 MB: 8 s for two ranks
+            dist.recv(torch.zeros(1), 0)
+            dist.broadcast(torch.zeros(1), 0)
+            seen.append("end")
+            spy.join()
+            assert [words for words in seen if words != "end"] == ["torch's broadcast (default_pg)"]
+        else:
+            for send in (
+                lambda: dist.broadcast(torch.zeros(10_000_000), 0),
+                lambda: dist.send(torch.zeros(1), 1),
+                lambda: dist.broadcast(torch.zeros(1), 0),
+            ):
+                time.sleep(0.4)
+                send()
+
+
+def look_beside(watchdog, seen):
+    """Note each wait in torch's collectives that the watchdog sees, once."""
+    while "end" not in seen:
+        wait = watchdog._wait_in_torch()
+        if wait is not None and str(wait) not in seen:
+            seen.append(str(wait))
+        time.sleep(0.01)

@@ -66,7 +66,8 @@ class Verdict:
     """Who holds everybody up, and who waits.
 
     In a sentence or two (`words`), with what every rank has reported (`details`). It is `hopeless`
-    if all ranks wait, each in a collective to which some member does not come.
+    if all ranks wait, each in a collective to which some member does not come, and none waits so
+    little that it may just go on.
     """
 
     words: str
@@ -105,7 +106,9 @@ def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> 
         complete = complete or not missing
         absent = f", to which rank{'s'[: len(missing) > 1]} {_ranges(missing)} did not come"
         said.append(f"{who} for {wait.seconds:.0f} s in {wait}{at}{absent if missing else ''}")
-    hopeless = not held_up and not complete
+    seconds = [report.waits[0].seconds for report in reports.values() if report and report.waits]
+    settled = bool(seconds) and 4 * min(seconds) >= max(seconds)
+    hopeless = not held_up and not complete and settled
     if hopeless:
         said.append(
             "every rank waits, and not in the same collective: ranks make different calls. Look "

@@ -35,10 +35,13 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its stubs
+from torch.distributed import distributed_c10d as c10d
 
 from lamina.mesh.verdict import Report, Wait, verdict
 
@@ -52,6 +55,9 @@ _ANSWERS_WITHIN = 4.0
 _ENDS_WITHIN = 2.0
 _BEAT = 2.0
 _SILENCE_AFTER_FAILURE = 6.0
+_SLOW_NETWORK = 10e6  # bytes per second
+_POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv")
+"""Functions of torch's in which a rank waits for one other, and not for a group."""
 # Files that are not the user's program. The user's own directory may be called "lamina" or "torch",
 # so words in a path say nothing.
 _FOREIGN = (
@@ -146,12 +152,50 @@ class Watchdog:
 
     def _activity(self) -> Activity:
         """What this rank waits for, the making of a group included."""
-        activity = self._source()
-        if (making := self._making) is None:
-            return activity
-        group, ranks, since = making
-        wait = Wait("the making of a group", group, 0, time.monotonic() - since, ranks)
-        return replace(activity, waits=[wait, *activity.waits])
+        activity, now = self._source(), time.monotonic()
+        if (making := self._making) is not None:
+            group, ranks, since = making
+            wait: Wait | None = Wait("the making of a group", group, 0, now - since, ranks)
+        else:
+            wait = None if activity.waits else self._wait_in_torch()
+        return activity if wait is None else replace(activity, waits=[wait, *activity.waits])
+
+    def _look_at_main(self) -> FrameType | None:
+        """Where the main thread is; notes since when it is there."""
+        frame = sys._current_frames().get(self._main or 0)
+        spot = None if frame is None else (id(frame), frame.f_lasti)
+        if spot != self._still[0]:
+            self._still = spot, time.monotonic()
+        return frame
+
+    def _wait_in_torch(self) -> Wait | None:
+        """The collective of torch's own that the main thread waits in, where that is to be seen.
+
+        Torch tells nobody of these, but its function stands on the stack, with its group and its
+        tensors. A wait for a handle (`work.wait()`) has no such function.
+
+        Note [Who has left a broadcast]
+        The source of a broadcast may have gone on while others still receive. So a wait counts
+        from when the bytes would have come on a slow network.
+        """
+        frame, call = self._look_at_main(), None
+        while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+            if frame.f_code.co_filename == c10d.__file__ and "group" in frame.f_code.co_varnames:
+                call = frame  # the outermost one is what the program has called
+            frame = frame.f_back
+        if call is None or call.f_code.co_name in _POINT_TO_POINT or not dist.is_initialized():
+            return None
+        group = call.f_locals.get("group") or dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            return None
+        members, nbytes = tuple(dist.get_process_group_ranks(group)), 0
+        for each in call.f_locals.values():
+            several = each if isinstance(each, list) else [each]
+            nbytes += sum(one.nbytes for one in several if isinstance(one, torch.Tensor))
+        transfer = nbytes * len(members) / _SLOW_NETWORK
+        seconds = time.monotonic() - self._still[1] - transfer
+        what = f"torch's {call.f_code.co_name}"
+        return Wait(what, str(group.group_desc), 0, seconds, members) if seconds > 0 else None
 
     def locate(self, coordinates: str) -> None:
         """Tell this rank's place in the mesh."""
@@ -296,6 +340,8 @@ class Watchdog:
                 self._failed_at = time.monotonic()
                 continue
             self._answered.clear()
+            if kind == "verdict":  # it speaks of this rank's wait too
+                self._next_alarm = max(self._next_alarm, 2 * self._longest_wait())
             if kind == "lost" and self.lost is None:
                 self._lost_since, self.lost = time.monotonic(), text
 
@@ -367,13 +413,9 @@ class Watchdog:
         Waits of Lamina's raise by themselves. What is left are waits in code of others: the store's
         while a group is made, torch's own collectives.
         """
-        frame = sys._current_frames().get(self._main or 0)
-        spot = None if frame is None else (id(frame), frame.f_lasti)
+        frame, now = self._look_at_main(), time.monotonic()
         inside = frame is not None and frame.f_code.co_filename.startswith(_FOREIGN)
-        now = time.monotonic()
-        if spot != self._still[0] or not inside:
-            self._still = spot, now
-        if now - max(self._still[1], self._lost_since) > _PATIENCE:
+        if inside and now - max(self._still[1], self._lost_since) > _PATIENCE:
             finish, self.before_end = self.before_end, None
             if finish is not None:
                 # A rank that has raised finishes its save before its groups end, and so long others
@@ -391,10 +433,10 @@ class Watchdog:
     # -- waits that last ----------------------------------------------------------------------
 
     def _look_at_waits(self) -> None:
-        longest = max((wait.seconds for wait in self._activity().waits), default=0.0)
+        longest = self._longest_wait()
         if longest < self._soft_limit:
             self._next_alarm = self._soft_limit
-        elif longest > self._next_alarm and not self._answered:
+        elif longest > self._next_alarm and not self._answered and self.lost is None:
             self._next_alarm = 2 * longest
             self._publish("alarm", self._here)
         for alarm, since in self._answered.items():
@@ -403,6 +445,9 @@ class Watchdog:
             if late or (self._rank == 0 and self._store.check(self._reports(alarm))):
                 self._conclude(alarm)
                 return
+
+    def _longest_wait(self) -> float:
+        return max((wait.seconds for wait in self._activity().waits), default=0.0)
 
     def _reports(self, alarm: int) -> list[str]:
         return [f"report/{alarm}/{rank}" for rank in range(self._world_size)]

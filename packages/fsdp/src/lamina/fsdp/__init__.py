@@ -11,12 +11,14 @@ from lamina.fsdp.execution.hooks import register_forward_method
 from lamina.fsdp.module.sharded_module import ShardedModule
 from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy, WeightCodec
+from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.units.plan import UnitPlan, plan_units
 
 __all__ = [
     "MixedPrecisionPolicy",
     "RankOrderError",
     "ShardedModule",
+    "ShardingSettings",
     "TorchFullyShardedDataParallel",
     "TorchFullyShardedDataParallelConfig",
     "UnavailableError",

@@ -158,6 +158,11 @@ class ShardingSettings:
         TypeError: for a value of another type.
         ValueError: for an unknown strategy or reduction, a value below its least, and settings that
             exclude or need others.
+
+    Examples:
+        >>> settings = ShardingSettings(zero_dp_strategy="optim", reduce_budget=2**28)
+        >>> settings.gathers
+        False
     """
 
     device_mesh: ParallelMesh | DeviceMesh | None = None

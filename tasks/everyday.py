@@ -64,6 +64,12 @@ def layers(session: nox.Session) -> None:
     pytest(session, "-q", "tests/test_layers.py", "tests/test_house.py", *session.posargs)
 
 
+@nox.session(venv_backend="none", default=False)
+def lines(session: nox.Session) -> None:
+    """Lines of code per layer, comments per 100 of them, and classes that are too large."""
+    session.run("python3", "-m", "tasks.lines", *session.posargs, external=True)
+
+
 @task(default=False)
 def build(session: nox.Session) -> None:
     """Wheels and source archives of all layers in dist/, checked, and installed one by one."""

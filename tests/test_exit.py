@@ -9,6 +9,7 @@ groups. See Note [Nothing of ours holds a group] in lamina.mesh.process_groups.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -320,3 +321,37 @@ def test_no_thread_is_left_when_the_groups_are_destroyed(name, start, ranks, tmp
     dist.destroy_process_group()
     assert (gloo_threads(), busy_threads()) == ([], [])
     assert kept
+
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = {
+    "simple_loop": "simple_loop.py",
+    "four_axes": "four_axes.py",
+    "custom_stack": "custom_stack/train.py --steps 5",
+    "own_layer": "own_layer/train.py --steps 5",
+    "mamba": "mamba/train.py --steps 3",
+    "moe": "moe/train.py --steps 3",
+    "multimodal": "multimodal/train.py --steps 3",
+    "main job": "pretrain/train.py --tiny --train.steps 5 --eval.tokens 64 --eval.samples 0 "
+    "--log.no-tensorboard --data.path {examples}/pretrain --run.directory {folder}/{{job}}",
+}
+
+
+def ends_with_status_0(jobs: int, busy: int, *program: str) -> None:
+    """Run jobs to the end of their interpreters, beside busy loops; see exit_jobs.py."""
+    words = [sys.executable, str(ROOT / "tests" / "exit_jobs.py"), str(jobs), str(busy), *program]
+    run = subprocess.run(words, capture_output=True, text=True)
+    assert run.stdout.startswith(f"{jobs} of {jobs} jobs"), run.stdout + run.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_200_jobs_beside_twelve_busy_loops_end_with_status_0():
+    ends_with_status_0(200, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_and_the_main_job_end_with_status_0_on_a_busy_machine(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = EXAMPLES[name].format(examples=ROOT / "examples", folder=tmp_path).split()
+    ends_with_status_0(5, 12, str(ROOT / "examples" / words[0]), *words[1:])

@@ -17,10 +17,13 @@ from lamina.models import (
     GPTModel,
     LatentAttention,
     LayerNorm,
+    MoEConfig,
     Precision,
     RMSNorm,
     TransformerBlock,
     TransformerConfig,
+    apply_recompute,
+    generate,
 )
 
 LLAMA = TransformerConfig(
@@ -54,6 +57,48 @@ def test_a_block_is_one_graph(name):
         outputs.append(function(x, context))
     torch.testing.assert_close(*outputs)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("kind", ["none", "full", "selective", "offload"])
+def test_blocks_share_a_graph_in_training_one_in_evaluation_and_one_in_sampling(kind):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    tokens = torch.arange(32).view(2, 16)
+    expected = GPTModel(LLAMA, seed=1)
+    expected(tokens, tokens).backward()
+    model = apply_recompute(GPTModel(LLAMA, seed=1), kind)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    for _ in range(2):
+        model.zero_grad()
+        model(tokens, tokens).backward()
+    assert len(graphs) == 1
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+    with torch.no_grad():
+        model(tokens, tokens)
+    assert len(graphs) == 2
+    generate(model, tokens[:, :4], 12, context_length=12)
+    assert len(graphs) == 3  # of any length
+
+
+@pytest.mark.slow
+def test_experts_in_fp32_compile():
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_size=16)
+    tokens = torch.arange(32).view(2, 16)
+    gradients = []
+    for compiles in (False, True):
+        model = GPTModel(replace(LLAMA, num_layers=1, moe=moe), seed=1)
+        if compiles:
+            model.blocks[0].compile(backend="aot_eager")
+        model(tokens, tokens).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.slow

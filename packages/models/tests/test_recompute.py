@@ -303,10 +303,10 @@ def test_compiled_models_recompute_too(policy, whole):
         model.compile(backend="aot_eager")
     else:
         for block in model.blocks:
-            block.compile(backend="aot_eager", fullgraph=policy == "full")
+            block.compile(backend="aot_eager", fullgraph=policy != "offload")
     for found, wanted in zip(step(model), expected, strict=True):
         torch.testing.assert_close(found, wanted)
-    if policy == "full":
+    if policy in ("full", "selective"):
         assert saved_by_autograd(model) < 0.6 * plain
 
 

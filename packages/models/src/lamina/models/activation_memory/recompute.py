@@ -4,14 +4,15 @@
 replaces the `forward` of modules on the instance, so names, parameters and hooks stay as they are.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamina.mesh.engine import recompute_contexts
@@ -131,53 +132,116 @@ def apply_recompute(
 
 def is_recomputed(module: nn.Module) -> bool:
     """Whether `apply_recompute` has replaced this module's forward."""
-    return isinstance(module.__dict__.get("forward"), _Replaced)
+    return isinstance(getattr(module.__dict__.get("forward"), "__self__", None), _Replaced)
 
 
 def _apply(block: nn.Module, policy: RecomputePolicy, offloader: Offloader, index: int) -> None:
     if policy.kind == "full":
-        block.forward = _Replaced(_checkpointed, block, block.forward)
+        _Checkpointed(block)
     elif policy.kind == "offload":
-        hooks = partial(offloader.hooks, block, index, policy.min_numel)
-        block.forward = _Replaced(_within, hooks, block.forward)
+        _Within(block, partial(offloader.hooks, block, index, policy.min_numel))
     elif policy.kind == "selective":
         chosen = tuple(kind for name in policy.operations for kind in _MODULES[name])
         discarder = Discarder()
         for module in block.modules():
             if isinstance(module, chosen):
-                module.forward = _Replaced(discarder.run, module, module.forward)
-        block.forward = _Replaced(_within, discarder.hooks, block.forward)
+                _Discarded(module, discarder)
+        _Within(block, discarder.hooks, graphs_know=True)
 
 
-class _Replaced(partial[Any]):
-    """A forward that `apply_recompute` has set on a module.
+class _Replaced(ABC):
+    """Owns a module's forward: its own `run` stands in the module's place of it.
 
-    It has a class of its own so that it can be recognised. A partial over bound methods, unlike a
-    closure, follows the module through deepcopy and pickle.
+    Note [bound methods]: a bound method of an object, unlike a closure, follows the module through
+    deepcopy and pickle. And it is the one kind of replacement that Dynamo guards by its code, which
+    all blocks share. Any other callable (a partial, say) is guarded by its identity, so that every
+    block would be compiled by itself, until torch's `recompile_limit` stops all compilation.
     """
 
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward: Callable[..., Any] = module.forward
+        module.forward = self.run
 
-def _checkpointed(
-    block: nn.Module, forward: Callable[..., Any], *inputs: Any, **options: Any
-) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*inputs, **options)
-    if torch.compiler.is_compiling():
-        if _replays(block):
-            return _outside_of_graphs(_checkpointed, block, forward, *inputs, **options)
-        # torch's compiler supports no contexts of others, and draws the same numbers by itself.
-        return checkpoint(forward, *inputs, use_reentrant=False, **options)
-    contexts = replaying_scales(block, recompute_contexts)
-    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
+    @abstractmethod
+    def run(self, *inputs: Any, **options: Any) -> Any:
+        """Compute what `forward` does, and save what the policy says."""
 
 
-def _replays(block: nn.Module) -> bool:
-    """Whether a block that runs again needs more state than torch's default generators."""
-    return not isinstance(block, (TransformerBlock, ResidualBlock)) or any(
-        (isinstance(module, Float8Products) and module.amax_history is not None)
-        or (isinstance(module, (Dropout, AttentionCore)) and module.sharded and module.rate > 0.0)
-        or (isinstance(module, TopKRouter) and module.moe.jitter > 0.0)
-        for module in block.modules()
+class _Checkpointed(_Replaced):
+    """A block that saves its inputs and runs again."""
+
+    def run(self, *inputs: Any, **options: Any) -> Any:
+        """See `_Replaced.run`."""
+        if not torch.is_grad_enabled():
+            return self.forward(*inputs, **options)
+        if torch.compiler.is_compiling():
+            own = not isinstance(self.module, (TransformerBlock, ResidualBlock))
+            if own or _replays(self.module):
+                return _outside_of_graphs(self.run, *inputs, **options)
+            # torch's compiler supports no contexts of others, and draws the same numbers by itself.
+            return checkpoint(self.forward, *inputs, use_reentrant=False, **options)
+        contexts = replaying_scales(self.module, recompute_contexts)
+        return checkpoint(
+            self.forward, *inputs, use_reentrant=False, context_fn=contexts, **options
+        )
+
+
+class _Discarded(_Replaced):
+    """An operation whose output is not saved."""
+
+    def __init__(self, module: nn.Module, discarder: Discarder) -> None:
+        super().__init__(module)
+        self.discarder = discarder
+
+    def run(self, *inputs: Any, **options: Any) -> Any:
+        """See `_Replaced.run`."""
+        if not torch.is_grad_enabled():
+            return self.forward(*inputs, **options)
+        if torch.compiler.is_compiling():
+            if _replays(self.module):
+                return _outside_of_graphs(self.run, *inputs, **options)
+            # What a compiled graph saves, the compiler chooses. It is told that this operation
+            # runs again, and then saves its output for no product either, as `Discarder` does.
+            return checkpoint(self.forward, *inputs, use_reentrant=False, **options)
+        return self.discarder.run(self.module, self.forward, *inputs, **options)
+
+
+class _Within(_Replaced):
+    """A block that runs inside hooks for what autograd saves.
+
+    Where a graph tells autograd by itself what not to save (`graphs_know`), it needs none.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        hooks: Callable[[], AbstractContextManager[Any]],
+        *,
+        graphs_know: bool = False,
+    ) -> None:
+        super().__init__(module)
+        self.hooks, self.graphs_know = hooks, graphs_know
+
+    def run(self, *inputs: Any, **options: Any) -> Any:
+        """See `_Replaced.run`."""
+        if not torch.is_grad_enabled():
+            return self.forward(*inputs, **options)
+        if torch.compiler.is_compiling():
+            if self.graphs_know:
+                return self.forward(*inputs, **options)
+            return _around_graphs(self.hooks, self.forward, *inputs, **options)
+        with self.hooks():
+            return self.forward(*inputs, **options)
+
+
+def _replays(module: nn.Module) -> bool:
+    """Whether a module that runs again needs more state than torch's default generators."""
+    return any(
+        (isinstance(part, Float8Products) and part.amax_history is not None)
+        or (isinstance(part, (Dropout, AttentionCore)) and part.sharded and part.rate > 0.0)
+        or (isinstance(part, TopKRouter) and part.moe.jitter > 0.0)
+        for part in module.modules()
     )
 
 
@@ -187,15 +251,13 @@ def _outside_of_graphs(run: Callable[..., Any], *inputs: Any, **options: Any) ->
     return run(*inputs, **options)
 
 
-def _within(
+@partial(one_graph_break, recursive=False)
+def _around_graphs(
     hooks: Callable[[], AbstractContextManager[Any]],
-    forward: Callable[..., Tensor],
+    forward: Callable[..., Any],
     *inputs: Any,
     **options: Any,
-) -> Tensor:
-    if not torch.is_grad_enabled():
-        return forward(*inputs, **options)
-    if torch.compiler.is_compiling():
-        return cast(Tensor, _outside_of_graphs(_within, hooks, forward, *inputs, **options))
+) -> Any:
+    """Enter hooks uncompiled; inside, `forward` is compiled, and what it saves goes to them."""
     with hooks():
         return forward(*inputs, **options)

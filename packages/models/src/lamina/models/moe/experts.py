@@ -278,10 +278,12 @@ class GroupedExperts(nn.Module):
     def _can_group(self, rows: Tensor) -> bool:
         if self.path == "loop" or rows.shape[0] == 0:
             return False
-        # Strides must be multiples of 16 bytes, and CUDA has kernels for bfloat16 only.
+        # Strides must be multiples of 16 bytes. CUDA has kernels for bfloat16 only, and so has the
+        # form without data that torch.compile asks for shapes, on any device.
         widths = (self.up.shape[1], self.up.shape[2], self.down.shape[2])
         aligned = all(width * rows.element_size() % 16 == 0 for width in widths)
-        dtypes = (torch.bfloat16,) if rows.is_cuda else _GROUPED
+        narrow = rows.is_cuda or torch.compiler.is_compiling()
+        dtypes = (torch.bfloat16,) if narrow else _GROUPED
         if aligned and rows.dtype in dtypes:
             return True
         if self.path == "grouped":

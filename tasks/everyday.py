@@ -26,6 +26,7 @@ def train(session: nox.Session) -> None:
     ranks = int(asked[0]) if asked and asked[0].isdigit() else 0
     ranks = ranks or gpus() or 2
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, CORES // ranks)))
+    session.log(f"starting {ranks} rank{'s'[: ranks > 1]}: the first lines take some seconds")
     last = Path(session.create_tmp()) / "last-line"
     last.unlink(missing_ok=True)
     try:

@@ -152,6 +152,15 @@ def make_model(
     Raises:
         ValueError: the axes cannot cut these sizes.
     """
+    if config.run.export:
+        try:
+            if shape.vision:
+                raise ValueError("transformers knows no such model that sees")
+            models.huggingface_config(shape.language)
+        except ValueError as error:
+            raise ValueError(
+                f"--run.export {config.run.export}: {error}; leave --run.export out"
+            ) from None
     if shape.vision and mesh.axis("pp").size > 1:
         raise ValueError("--mesh pp: a vision-language model has no pipeline; use pp=1")
     model = _describe(shape, mesh, config.run.seed)
@@ -168,10 +177,23 @@ def shard(
         sharded, optimizer = _in_stages(model, config, mesh, device)
     else:
         sharded, optimizer = shard_whole(model, config, mesh, device)
-    for block in sharded.modules() if config.compile else ():
-        if isinstance(block, _BLOCKS):
-            block.compile()
+    if config.compile:
+        _compile([block for block in sharded.modules() if isinstance(block, _BLOCKS)])
     return sharded, optimizer
+
+
+def _compile(blocks: Sequence[nn.Module]) -> None:
+    """Compile blocks; those of a kind share what is compiled.
+
+    torch counts how often it compiles a function, and then stops. Here kinds of blocks share
+    functions, and a kind is compiled for training, for evaluation and for other lengths and
+    batches: the limit is for each of them.
+    """
+    kinds = {tuple(type(module) for module in block.modules()) for block in blocks}
+    limits = torch.compiler.config
+    limits.recompile_limit = max(limits.recompile_limit, 8 * len(kinds))
+    for block in blocks:
+        block.compile()
 
 
 def shard_whole(
@@ -261,9 +283,11 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     """Linear warm-up, then a cosine down to a fraction of the peak (Loshchilov and Hutter, 2017).
 
     A function of the step alone, which is counted from 0: nothing to save, nothing to restore.
+    Steps after the schedule's end keep the rate that it ends with.
     """
+    end = train.schedule_steps or train.steps
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
-    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    progress = (step - train.warmup_steps) / max(1, end - train.warmup_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
     return train.learning_rate * (train.final_fraction + (1.0 - train.final_fraction) * cosine)

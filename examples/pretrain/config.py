@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.util import find_spec
 from operator import attrgetter, ge, gt, le, lt
-from typing import Annotated, Literal, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
@@ -74,6 +75,9 @@ class TrainConfig:
     """The optimisation."""
 
     steps: Count = 400  # Optimizer steps in all
+    schedule_steps: OrZero = 0
+    """Step at which the learning rate ends its fall; 0 is the steps that the run was begun with,
+    also where it goes on for more."""
     seconds: NotNegative = 0.0
     """Stop (with a checkpoint) after this many seconds of training; 0 is no limit. The schedule
     still counts steps."""
@@ -266,6 +270,12 @@ def check(config: Config, ranks: int) -> None:
             f"{config.train.microbatches} microbatches = {per_pass}: a pipeline takes equal "
             f"microbatches; take {below} or {below + per_pass}"
         )
+    if config.ranks and config.ranks != ranks:
+        raise ValueError(
+            f"--ranks {config.ranks}: torchrun has started {ranks}, and --ranks is for -s train "
+            "and --dry-run; leave it out, or start torchrun with "
+            f"--nproc-per-node={config.ranks}"
+        )
     if config.train.reproducible:
         one = layout.dp_replicate * layout.dp_shard == ranks and layout.ep * layout.expert_tp == 1
         if config.train.engine != "lamina" or config.model.dropout or not one:
@@ -280,3 +290,80 @@ def check(config: Config, ranks: int) -> None:
             f"--train.strategy {config.train.strategy} and pp={layout.pp}: torch's FSDP2 shards "
             "everything (3), and pipelines are Lamina's; use --train.engine lamina for the others"
         )
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A setting that differs from its default and does nothing, because of another one."""
+
+    name: str
+    because: str
+    """The other setting and its value."""
+
+    def __str__(self) -> str:
+        return f"--{self.name.replace('_', '-')} does nothing: {self.because}"
+
+
+def unused(config: Config, device_type: str) -> list[Unused]:
+    """Settings that others switch off: they are said before a run starts."""
+    changed = {name for name, value in _values(config) if value != _DEFAULTS[name]}
+    return [
+        Unused(name, because)
+        for because, names in _switches(config, device_type)
+        for name in names
+        if name in changed
+    ]
+
+
+def _switches(config: Config, device_type: str) -> Iterator[tuple[str, list[str]]]:
+    """What is set so that others do nothing, in words, and which those are."""
+    train, health = config.train, config.health
+    texts = ["eval.prompt", "eval.sample_tokens", "eval.temperature"]
+    if config.layout().pp == 1:
+        yield f"--mesh {config.mesh} has no pipeline (pp)", ["schedule"]
+    elif config.eval.samples:
+        why = (
+            f"--mesh {config.mesh}: a pipeline (pp) writes no samples, as no rank has a whole model"
+        )
+        yield why, ["eval.samples", *texts]
+    if config.eval.samples == 0:
+        yield "--eval.samples 0 writes none", texts
+    if train.reproducible:
+        yield f"--train.reproducible {train.reproducible} sets the passes", ["train.microbatches"]
+    if train.warmup_steps >= (end := train.schedule_steps or train.steps):
+        why = f"--train.warmup-steps {train.warmup_steps} are not below the schedule's {end}"
+        yield why, ["train.final_fraction"]
+    if config.recompute == "offload" and device_type == "cpu":
+        yield "a run on CPUs has its activations in host memory already", ["recompute"]
+    if config.run.directory:
+        yield f"--run.directory {config.run.directory} is the run's place", ["run.name"]
+    if health.replicas == 0:
+        yield "--health.replicas 0 compares no copies", ["health.heal"]
+    if health.spike == "ignore":
+        yield "--health.spike ignore looks for none", ["health.limit"]
+    if {health.spike, health.nonfinite} <= {"ignore", "stop"}:
+        why = f"--health.nonfinite {health.nonfinite} and --health.spike {health.spike}"
+        yield f"{why} pass over no step", ["health.patience"]
+    source = Path(config.data.path)
+    if source.is_file() or config.data.path == "stdlib":
+        yield f"--data.path {source} says which files", ["data.pattern"]
+    elif any(source.glob("*.npy")):
+        yield f"--data.path {source} holds files of tokens", ["data.pattern"]
+        if any(source.glob("held-out*.npy")):
+            yield f"--data.path {source} has files held-out*", ["data.held_out"]
+    if config.log.trace and min(config.log.trace) > train.steps:
+        yield f"--train.steps {train.steps} end before", ["log.trace"]
+    if config.dry_run and config.train.engine != "lamina":
+        yield "--dry-run plans with Lamina's engine", ["train.engine"]
+
+
+def _values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for setting in fields(section):
+        value = getattr(section, setting.name)
+        if is_dataclass(value):
+            yield from _values(value, f"{prefix}{setting.name}.")
+        else:
+            yield prefix + setting.name, value
+
+
+_DEFAULTS = dict(_values(Config()))

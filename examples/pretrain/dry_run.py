@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from build import Shape, compute_dtype, make_model, model_shape, shard_whole, whole_size
-from config import Config, check
+from config import Config, check, unused
 from data import load_tokenizer
 from options import load, refusals
 from torch import nn
@@ -40,7 +40,7 @@ def dry_run(arguments: list[str]) -> None:
         config = load(arguments, "cpu")
         with init_distributed("fake", rank=0, world_size=ranks_of(config)) as runtime:
             check(config, runtime.world_size)
-            print("\n".join(plan(config)))
+            print(*unused(config, "cuda"), *plan(config), sep="\n")
 
 
 def ranks_of(config: Config) -> int:
@@ -83,11 +83,13 @@ def plan(config: Config) -> list[str]:
         sent["pp"] += 2 * train.microbatches * hidden * element // mesh.axis("tp").size
     sent["all"] = sum(sent.values())
     flops = training_flops_per_token(whole.language, length) / 1e9
+    ranks = mesh.layout.world_size
     note = f" with the dearest of {pp} stages, embedding and head" if pp > 1 else ""
     return [
         f"{config.model.name}: {whole_size(whole) / 1e9:.3f} billion parameters, {flops:.2f} GFLOP "
         f"per token, {train.batch_size} sequences of {length} tokens per step",
-        f"\n{mesh.describe(max_ranks=8)}",
+        f"\n{ranks} ranks, planned by this one process, which plays rank 0 and uses no device"
+        f"\n{mesh.describe(max_ranks=8).partition(chr(10))[2]}",
         f"\nmemory of a rank{note}\n{memory}",
         *_rows(held),
         "\nbytes that a rank sends per step",

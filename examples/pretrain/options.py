@@ -72,7 +72,7 @@ def from_toml(path: Path, default: Config | None = None, *, speak: bool = True) 
         raise OptionError(f"--config {path}: no such file; in {CONFIGS} there are {near}") from None
     except tomllib.TOMLDecodeError as error:
         raise OptionError(f"{path}: {error}") from None
-    words = [word for name, value in given.items() for word in _words(name, value)]
+    words = [word for name, value in given.items() for word in words_of(name, value)]
     start, prog = default or Config(), path.name
     try:
         return tyro.cli(Config, default=start, args=words, prog=prog, console_outputs=speak)
@@ -91,7 +91,8 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + key, value
 
 
-def _words(name: str, value: object) -> list[str]:
+def words_of(name: str, value: object) -> list[str]:
+    """A setting as the command line has it."""
     if isinstance(value, bool):
         section, dot, key = name.rpartition(".")
         return [f"--{section}{dot}{'' if value else 'no-'}{key}"]
@@ -130,6 +131,8 @@ def configure(arguments: list[str], runtime: Runtime) -> Config:
         with refusals(speak=runtime.is_main):
             config = load(arguments, runtime.device.type, speak=runtime.is_main)
             check(config, runtime.world_size)
+            if config.dry_run:
+                raise ValueError("dry_run in a file: give --dry-run on the command line instead")
             facts = [(name, str(value)) for name, value in flat(asdict(config))]
             return config
     finally:  # The launcher ends all ranks when one fails: this waits until the first has spoken.

@@ -44,12 +44,18 @@ def opening(metrics: Metrics, corpus: Corpus, samples: Windows, run: Run) -> str
     config, ranks = run.config, run.runtime.world_size
     epochs = config.train.steps * config.train.batch_size / len(samples)
     tokens = sum(part.size for part in corpus.train)
+    silent = ""
+    if config.layout().pp > 1 and config.eval.samples:
+        silent = (
+            "\nno samples will be written, for no rank of a pipeline (pp) has a whole model; after "
+            f"the run --run.directory {run.directory} --mesh dp_shard=-1 writes them"
+        )
     return (
         f"{run.directory}: {config.model.name}{' (tiny)' if config.tiny else ''} of "
         f"{metrics.parameters / 1e6:.2f} million parameters on {ranks} "
         f"{run.runtime.device.type} rank{'s' if ranks > 1 else ''} ({run.runtime.backend}), "
         f"{config.mesh}, strategy {config.train.strategy}; {tokens / 1e6:.1f} million "
-        f"tokens, {epochs:.2g} epochs of them"
+        f"tokens, {epochs:.2g} epochs of them{silent}"
     )
 
 
@@ -79,7 +85,8 @@ def report(
     texts = "\n".join(
         f"{' given ':=^47}\n{given}\n{' written ':-^47}\n{written}\n" for given, written in samples
     )
-    (place / "samples.txt").write_text(texts)
+    if samples:
+        (place / "samples.txt").write_text(texts)
     numbers = {
         "held_out_loss": loss,
         "unigram_entropy": metrics.entropy,
@@ -93,7 +100,8 @@ def report(
     }
     if stopping.reason is not Stop.OUT_OF_TIME:
         (place / "report.json").write_text(json.dumps(numbers, indent=1))
-    lines = _summary(numbers, stopping, checkpoints.last_save, evaluator.corpus, run).splitlines()
+    save, corpus, written = checkpoints.last_save, evaluator.corpus, bool(samples)
+    lines = _summary(numbers, stopping, save, corpus, run, written=written).splitlines()
     title = f"{place}: {run.config.model.name}"
     html = page(title, lines, metrics.records, metrics.entropy, samples, run.settings())
     (place / "report.html").write_text(html)
@@ -101,7 +109,13 @@ def report(
 
 
 def _summary(
-    numbers: dict[str, Any], stopping: Stopping, save: SaveReport | None, corpus: Corpus, run: Run
+    numbers: dict[str, Any],
+    stopping: Stopping,
+    save: SaveReport | None,
+    corpus: Corpus,
+    run: Run,
+    *,
+    written: bool,
 ) -> str:
     place, loss, step = run.directory, numbers["held_out_loss"], numbers["step"]
     bits = loss / corpus.bytes_per_token / math.log(2)
@@ -128,7 +142,7 @@ memory           {mib["peak_bytes_per_rank"]:,.0f} MiB peak per {kind}
 checkpoint       {place}/checkpoints/step-{step:08d}{cost or ""}
 metrics          {place}/metrics.jsonl{board}
 page             {place}/report.html
-samples          {place}/samples.txt
+{f"samples          {place}/samples.txt" if written else "samples          none"}
 {_next(stopping, run)}"""
 
 

@@ -10,13 +10,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from config import Config
+from build import learning_rate
+from config import Config, TrainConfig, unused
+from options import flat, refusals, words_of
 
 from lamina.checkpoint import Preemption
 from lamina.collectives.engine import all_reduce_small
@@ -32,7 +34,8 @@ def command(changes: Mapping[str, object], *, anew: bool = False) -> str:
         if word.startswith("--") and not anew:
             dropped = word[2:].partition("=")[0].replace("_", "-") in changes
         words += [] if dropped else [word]
-    words += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    for name, value in changes.items():
+        words += words_of(name, value) if isinstance(value, bool) else [f"--{name}", str(value)]
     return f"python3 noxfile.py -s train -- {shlex.join(words)}"
 
 
@@ -61,6 +64,7 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """What decides the numbers that come out of a run."""
         settings: dict[str, Any] = json.loads(json.dumps(asdict(self.config)))
+        settings["train"]["schedule_steps"] = self.schedule_steps
         del settings["run"]["directory"], settings["run"]["export"], settings["train"]["seconds"]
         del settings["log"], settings["ranks"]
         return settings
@@ -70,12 +74,87 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.json").write_text(json.dumps(self.settings(), indent=1))
 
+    @property
+    def schedule_steps(self) -> int:
+        """Where the learning rate ends its fall."""
+        return self.config.train.schedule_steps or self.config.train.steps
+
+    def recorded(self) -> dict[str, Any] | None:
+        """The settings that the directory was last used with, if it was."""
+        made = self.directory / "config.json"
+        return json.loads(made.read_text()) if made.exists() else None
+
     def goes_on(self) -> bool:
         """Whether the directory holds this run, unfinished; it may have been killed early."""
-        made = self.directory / "config.json"
         if (self.directory / "report.json").exists():
             return False
-        return not made.exists() or bool(json.loads(made.read_text()) == self.settings())
+        return self.recorded() in (None, self.settings())
+
+    def continued(self) -> tuple[int, list[str]]:
+        """Where the schedule ends as the run goes on, and sentences about what changes.
+
+        Raises:
+            ValueError: the directory's weights or text were made with other settings.
+        """
+        made, now = self.recorded(), dict(flat(self.settings()))
+        if made is None:
+            return self.schedule_steps, []
+        was = dict(flat(made))
+        # Of a record that is older than a setting, the setting's default is not known to differ.
+        differing = {name: was[name] for name in now if name in was and was[name] != now[name]}
+        if fixed := {name: value for name, value in differing.items() if _is_fixed(name)}:
+            pairs = "; ".join(f"{n} was {v!r} and is {now[n]!r}" for n, v in fixed.items())
+            again = command({name.replace("_", "-"): value for name, value in fixed.items()})
+            raise ValueError(
+                f"--run.directory {self.directory} holds a run whose weights and text are of other "
+                f"settings: {pairs}. To begin another run, name another directory; to go on with "
+                f"this one: {again}"
+            )
+        said = [
+            f"--{name.replace('_', '-')} was {value!r} and is {now[name]!r} from here on"
+            for name, value in differing.items()
+            if not name.startswith(("train.steps", "train.schedule_steps", "eval.", "checkpoint."))
+        ]
+        begun = int(was.get("train.schedule_steps") or was["train.steps"])
+        end, about = _schedule(begun, self.config.train)
+        return end, said + about
+
+
+def _schedule(begun: int, train: TrainConfig) -> tuple[int, list[str]]:
+    """Where the schedule ends of a run that was begun with one of `begun` steps.
+
+    It stays where it was, unless another end is asked for: a rate that has fallen does not rise
+    because there are more steps.
+    """
+    asked, kept = train.schedule_steps, replace(train, schedule_steps=begun)
+    rate, last = learning_rate(begun, kept), train.steps
+    if asked not in (0, begun):
+        other = learning_rate(begun, train)
+        about = (
+            f"the schedule ends at step {asked} and not at {begun}: the learning rate of step "
+            f"{begun + 1} is {other:.1e} and not {rate:.1e}"
+        )
+        return asked, [about]
+    if last <= begun:
+        return begun, []
+    other = learning_rate(begun, replace(train, schedule_steps=last))
+    remedy = (
+        f"--train.schedule-steps {last} raises it to {other:.1e} and lets it fall until step {last}"
+    )
+    if rate == 0.0:
+        raise ValueError(
+            f"--train.steps {last}: this run's schedule ended at step {begun} with a learning rate "
+            f"of 0; {remedy}"
+        )
+    return begun, [
+        f"the schedule ended at step {begun}, and later steps keep its last learning rate, "
+        f"{rate:.1e}; {remedy}"
+    ]
+
+
+def _is_fixed(name: str) -> bool:
+    """Whether a run's weights or text depend on a setting."""
+    return name == "tiny" or (name.startswith(("model.", "data.")) and name != "model.dropout")
 
 
 def open_run(config: Config, runtime: Runtime) -> Run:
@@ -92,8 +171,28 @@ def open_run(config: Config, runtime: Runtime) -> Run:
         chosen = [str((newest if newest.goes_on() else after).directory)]
     dist.broadcast_object_list(chosen)
     run = Run(config, Path(chosen[0]), runtime)
+    refused, end, said = _as_the_first_rank_says(run)
+    with refusals(speak=runtime.is_main):
+        if refused:
+            raise ValueError(refused)
+    for line in (*unused(config, runtime.device.type), *said) if runtime.is_main else ():
+        print(line, flush=True)
+    run = replace(run, config=replace(config, train=replace(config.train, schedule_steps=end)))
     run.main_first(run.begin)
     return run
+
+
+def _as_the_first_rank_says(run: Run) -> tuple[str, int, list[str]]:
+    """Why the run may not go on in its directory, if so, and else `Run.continued`."""
+    told: list[Any] = ["", 0, []]
+    if run.runtime.is_main:
+        try:
+            told = ["", *run.continued()]
+        except ValueError as error:
+            told[0] = str(error)
+    dist.broadcast_object_list(told)
+    refused, end, said = told
+    return refused, end, said
 
 
 class Stop(enum.Enum):

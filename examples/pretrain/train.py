@@ -10,6 +10,9 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import first_line  # noqa: F401 (before torch, whose import takes seconds)
+
+# isort: split
 from build import Sharded, learning_rate, make_model, model_shape, monitors, shard
 from config import Config
 from data import Batch, Windows, load_tokenizer, open_corpus, prepare, read_batch
@@ -48,6 +51,7 @@ def train(config: Config, runtime: Runtime) -> None:
 
     # Text: the first rank tokenises it, once per run; all map it into memory.
     run = open_run(config, runtime)
+    config = run.config  # a run that goes on keeps its schedule
     run.main_first(lambda: prepare(config.data, run.directory / "data"))
     corpus = open_corpus(config.data, run.directory / "data")
     samples = Windows(corpus.train, config.model.sequence_length)

@@ -7,13 +7,13 @@ import shlex
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
-from build import model_shape
-from config import LIMITS, Config, ModelConfig, TrainConfig, check
+from build import make_model, model_shape
+from config import LIMITS, Config, ModelConfig, TrainConfig, check, unused
 from dry_run import ranks_of
 from options import CONFIGS, OptionError, configure, from_toml, load
 
 from lamina.collectives import DisagreementError
-from lamina.mesh import init_distributed
+from lamina.mesh import ParallelLayout, init_distributed
 
 
 @pytest.fixture
@@ -224,3 +224,58 @@ def test_torchs_engine_is_not_asked_for_what_it_does_not_do():
         words = [*options.split(), "--train.engine", "torch_fsdp2"]
         with pytest.raises(ValueError, match=r"--train\.engine lamina"):
             check(load(words, "cpu"), ranks=2)
+
+
+# Every setting that another one switches off, with the words that do so.
+UNUSED = [
+    ("schedule", "--schedule gpipe", "--mesh dp_shard=-1"),
+    ("eval.samples", "--mesh pp=2 --eval.samples 2", "--mesh pp=2"),
+    ("eval.prompt", "--mesh pp=2 --eval.prompt def", "--mesh pp=2"),
+    ("eval.prompt", "--eval.samples 0 --eval.prompt def", "--eval.samples 0"),
+    ("eval.sample_tokens", "--eval.samples 0 --eval.sample-tokens 7", "--eval.samples 0"),
+    ("eval.temperature", "--eval.samples 0 --eval.temperature 1", "--eval.samples 0"),
+    (
+        "train.microbatches",
+        "--train.reproducible 2 --train.microbatches 4",
+        "--train.reproducible 2",
+    ),
+    (
+        "train.final_fraction",
+        "--train.steps 5 --train.warmup-steps 9 --train.final-fraction 0.5",
+        "--train.warmup-steps 9",
+    ),
+    ("recompute", "--recompute offload", "CPUs"),
+    ("run.name", "--run.name a --run.directory b", "--run.directory b"),
+    ("health.heal", "--health.replicas 0 --health.heal", "--health.replicas 0"),
+    ("health.limit", "--health.spike ignore --health.limit 5", "--health.spike ignore"),
+    ("health.patience", "--health.spike stop --health.patience 5", "--health.spike stop"),
+    ("data.pattern", "--data.pattern *.md", "--data.path stdlib"),
+    ("data.pattern", f"--data.path {__file__} --data.pattern *.md", "--data.path /"),
+    ("log.trace", "--train.steps 5 --log.trace 20", "--train.steps 5"),
+    ("train.engine", "--dry-run --train.engine torch_fsdp2", "--dry-run"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "by"), UNUSED)
+def test_a_setting_that_another_switches_off_is_said_with_the_other(name, options, by):
+    (found,) = [each for each in unused(load(options.split(), "cpu"), "cpu") if each.name == name]
+    assert str(found).startswith(f"--{name.replace('_', '-')} does nothing: ")
+    assert by in str(found)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
+def test_no_shipped_file_sets_what_does_nothing(file):
+    words = [] if file.stem in ("cpu", "gpu", "tiny") else ["--model", file.stem]
+    assert unused(load(words, "cuda" if file.stem == "gpu" else "cpu"), "cuda") == []
+
+
+def test_settings_for_who_starts_the_ranks_are_not_passed_over():
+    with pytest.raises(ValueError, match="--ranks 4: torchrun has started 2"):
+        check(Config(ranks=4), ranks=2)
+
+
+@pytest.mark.ranks(1)
+def test_an_export_that_cannot_be_is_refused_before_training():
+    config = load(["--model", "mamba-hybrid", "--tiny", "--run.export", "there"], "cpu")
+    with pytest.raises(ValueError, match=r"--run\.export there: .*leave --run"):
+        make_model(model_shape(config, 256), config, ParallelLayout().build("cpu"))

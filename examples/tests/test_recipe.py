@@ -134,6 +134,7 @@ def test_weights_come_from_hugging_face_and_go_back(tmp_path):
 def test_a_run_goes_on_over_other_axes(tmp_path):
     exact = settings(tmp_path, "llama3-8b", "--mesh", "dp_shard=2")
     first = [*exact, "--train.steps", "2", "--train.warmup-steps", str(STEPS)]
+    first += ["--train.schedule-steps", str(STEPS)]
     rest = [*exact, "--mesh", "tp=2", "--train.warmup-steps", str(STEPS)]
     train_here(tmp_path / "run", first)
     train_here(tmp_path / "run", rest)

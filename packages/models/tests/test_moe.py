@@ -358,7 +358,7 @@ def test_what_generation_appends_takes_no_experts_place():
         ({"num_groups": 3}, r"not divisible by num_groups 3 \(remainder 1\)"),
         ({"num_groups": 2, "groups_kept": 3}, "groups_kept 3 is above num_groups 2"),
         ({"num_groups": 4, "groups_kept": 1}, "top_k 2 is above 1, the experts in 1 of 4 groups"),
-        ({"pad_to_capacity": True}, "pad_to_capacity without a capacity_factor"),
+        ({"pad_to_capacity": True}, "pad_to_capacity=True has no effect: capacity_factor=None"),
         ({"capacity_factor": 0.0}, "capacity_factor is 0.0: it must be positive"),
         ({"jitter": 1.0}, r"jitter is 1.0: it must be in \[0, 1\)"),
         ({"z_loss": -1.0}, "z_loss is -1.0: it must be at least 0"),

@@ -40,6 +40,11 @@ class Kept:
                 )
         if self.best_is not in ("min", "max"):
             raise ValueError(f"best_is is {self.best_is!r}: it must be 'min' or 'max'")
+        if self.best_is != "min" and self.best is None:
+            raise ValueError(
+                f"best_is={self.best_is!r} has no effect: keep_best=None looks at no metric; leave "
+                "it out, or give keep_best"
+            )
 
     @property
     def all(self) -> bool:

@@ -19,7 +19,11 @@ from lamina.mesh.engine import recompute_contexts
 from lamina.models.activation_memory.offload import Offloader
 from lamina.models.activation_memory.selective import Discarder
 from lamina.models.attention.attention import AttentionCore
-from lamina.models.base.configs.field_checks import require_at_least, require_choices
+from lamina.models.base.configs.field_checks import (
+    refuse_unread,
+    require_at_least,
+    require_choices,
+)
 from lamina.models.compat import one_graph_break
 from lamina.models.decoder.layer_stack import ResidualBlock, TransformerBlock
 from lamina.models.layers.dropout import Dropout
@@ -80,12 +84,10 @@ class RecomputePolicy:
         if self.kind == "selective" and not self.operations:
             raise ValueError(f"operations is empty: name some of {get_args(Operation)}")
         for name, kind in (("operations", "selective"), ("min_numel", "offload")):
-            given = getattr(self, name)
-            if self.kind != kind and given != getattr(RecomputePolicy, name):
-                raise ValueError(
-                    f"{name}={given!r} with kind={self.kind!r}, which does not look at it: only "
-                    f"kind={kind!r} does"
-                )
+            if self.kind != kind:
+                refuse_unread(self, [name], f"kind={self.kind!r} is not {kind!r}")
+        if self.kind == "none":
+            refuse_unread(self, ["every"], "kind='none' applies to no block")
 
 
 def apply_recompute(

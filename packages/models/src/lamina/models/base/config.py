@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 from torch import nn
 
 from lamina.models.base.configs.field_checks import (
+    refuse_unread,
     require_at_least,
     require_choices,
     require_divides,
@@ -50,6 +51,12 @@ RopeScalingKind = Literal["linear", "llama3", "yarn"]
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
     """The factor that YaRN multiplies cosines and sines by (Peng et al., 2023, section 3.4)."""
     return 0.1 * weight * math.log(factor) + 1.0
+
+
+_OF_SCALING = {
+    "llama3": ["low_freq_factor", "high_freq_factor"],
+    "yarn": ["beta_fast", "beta_slow", "attention_factor", "truncate"],
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +96,11 @@ class RopeScaling:
         if self.factor < 1.0:
             raise ValueError(f"RoPE's factor is {self.factor}: it must be at least 1")
         require_at_least(1, self, "original_length")
+        for kind, names in _OF_SCALING.items():
+            if kind != self.kind:
+                refuse_unread(self, names, f"kind={self.kind!r} is not {kind!r}")
+        if self.kind == "linear":
+            refuse_unread(self, ["original_length"], "kind='linear' stretches all wavelengths")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor {self.high_freq_factor} must be above "
@@ -381,6 +393,9 @@ class TransformerConfig:
                 f"first_dense {self.moe.first_dense} every {self.moe.every}; change one, or leave "
                 "moe out"
             )
+        if self.moe is not None and self.layer_pattern and "T" not in self.layer_pattern:
+            why = f"layer_pattern={self.layer_pattern!r} has no letter 'T', and each 'E' is experts"
+            refuse_unread(self.moe, ["first_dense", "every"], why)
         if self.moe is None and "E" in self.pattern:
             raise ValueError(
                 f"layer_pattern {self.pattern!r} has layers of experts (letter 'E'), and no moe is "
@@ -396,11 +411,9 @@ class TransformerConfig:
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be in [0, 1)")
         require_positive(self, "norm_eps", "rope_theta", "init_std")
-        if self.rope_scaling is not None and self.positions != "rope":
-            raise ValueError(
-                f"rope_scaling is given beside positions {self.positions!r}, which have no RoPE: "
-                "leave it None, or set positions='rope'"
-            )
+        if self.positions != "rope":
+            why = f"positions={self.positions!r} turns nothing by RoPE"
+            refuse_unread(self, ("rope_theta", "rope_scaling"), why)
 
     def check_own_heads(self) -> None:
         """Raise ValueError unless `num_heads`, `num_kv_heads` and `head_dim` fit together."""

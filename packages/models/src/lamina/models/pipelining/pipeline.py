@@ -1,5 +1,6 @@
 """`pipeline`: cutting a model into stages over the ranks of `pp`, which torch's schedules run."""
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -88,6 +89,9 @@ def pipeline(
             "with lamina.mesh.ParallelLayout(pp=...)"
         )
     axis, kind = mesh_axis(mesh, "pp"), schedule_kind(schedule)
+    _refuse_unread(model, layout, wrap, device, sequence, each_microbatch=each_microbatch)
+    if axis.size == 1:
+        _warn_of_one_stage(layout, stages_per_rank, sequence)
     cut = _layout(model.config, schedule, axis.size, stages_per_rank, layout, sequence)
     mine = (0,) if axis.size == 1 else kind.stages_of(axis.rank, axis.size, len(cut))
     _require_same(mesh, axis, (model.config, schedule, num_microbatches, cut, each_microbatch))
@@ -124,6 +128,35 @@ def pipeline(
         cut,
         last=kind.rank_of_last(axis.size),
     )
+
+
+def _refuse_unread(
+    model: GPTModel,
+    layout: object,
+    wrap: object,
+    device: object,
+    sequence: int | None,
+    *,
+    each_microbatch: bool,
+) -> None:
+    """Raise ValueError for an argument that another one leaves without effect."""
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    for name, given, because in (
+        ("sequence", sequence is not None and layout is not None, "layout says the stages' layers"),
+        ("each_microbatch", each_microbatch and wrap is None, "wrap=None has nothing to gather"),
+        ("device", device is not None and not meta, "model is not on the meta device"),
+    ):
+        if given:
+            raise ValueError(f"{name} has no effect: {because}; leave {name} out")
+
+
+def _warn_of_one_stage(layout: object, stages_per_rank: int | None, sequence: int | None) -> None:
+    """Name what a mesh without a pipeline passes over: a program may run there to be tried."""
+    cuts = {"layout": layout, "stages_per_rank": stages_per_rank, "sequence": sequence}
+    given = [f"{name}={value!r}" for name, value in cuts.items() if value is not None]
+    if given:
+        why = "the mesh has pp=1, and so one stage with all layers"
+        warnings.warn(f"{', '.join(given)} without effect: {why}", stacklevel=3)
 
 
 def _layout(

@@ -1,9 +1,11 @@
 """Checks that the settings dataclasses share: each names the field, its value and the limit."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 __all__ = [
+    "refuse_unread",
     "require_at_least",
     "require_choices",
     "require_divides",
@@ -17,6 +19,19 @@ def require_choices(settings: object, kind: type) -> None:
     for name, hint in get_type_hints(kind).items():
         if get_origin(hint) is Literal:
             require_one_of(name, getattr(settings, name), get_args(hint))
+
+
+def refuse_unread(settings: Any, names: Sequence[str], because: str) -> None:
+    """Raise ValueError for a field that differs from its default, though nobody reads it.
+
+    `because` is the other setting, with what it means.
+    """
+    defaults = {field.name: field.default for field in fields(settings)}
+    given = [n for n in names if getattr(settings, n) != defaults[n]]
+    if given:
+        pairs = ", ".join(f"{name}={getattr(settings, name)!r}" for name in given)
+        verb = "have" if len(given) > 1 else "has"
+        raise ValueError(f"{pairs} {verb} no effect: {because}; leave it out, or change that")
 
 
 def require_one_of(what: str, value: Any, choices: Sequence[Any]) -> None:

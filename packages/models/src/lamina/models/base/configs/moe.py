@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lamina.models.base.configs.field_checks import (
+    refuse_unread,
     require_at_least,
     require_choices,
     require_divides,
@@ -125,6 +126,8 @@ class MoEConfig:
         require_at_least(0, self, "bias_rate", optional=True)
 
     def _check_groups(self) -> None:
+        if self.num_groups == 1:
+            refuse_unread(self, ["group_best"], "num_groups=1 has no groups to choose")
         require_divides("num_experts", self.num_experts, "num_groups", self.num_groups,
                         "groups are equally large")  # fmt: skip
         if self.groups_kept > self.num_groups:
@@ -143,8 +146,9 @@ class MoEConfig:
             raise ValueError(
                 f"capacity_factor is {self.capacity_factor}: it must be positive, or None"
             )
-        if self.pad_to_capacity and self.capacity_factor is None:
-            raise ValueError("pad_to_capacity without a capacity_factor: there is none to pad to")
+        if self.capacity_factor is None:
+            why = "capacity_factor=None drops nothing, and leaves nothing to pad to"
+            refuse_unread(self, ["drop", "pad_to_capacity"], why)
         if self.pad_to_capacity and self.dispatcher != "all_to_all":
             raise ValueError(
                 f"pad_to_capacity with dispatcher {self.dispatcher!r}: gathered tokens need no "

@@ -55,6 +55,8 @@ def test_rules_that_mean_nothing_are_refused(tmp_path):
             CheckpointManager(tmp_path, **{name: 0})
     with pytest.raises(ValueError, match="best_is"):
         CheckpointManager(tmp_path, best_is="good")
+    with pytest.raises(ValueError, match="best_is='max' has no effect: keep_best=None"):
+        CheckpointManager(tmp_path, best_is="max")
 
 
 def test_restore_falls_back_to_the_previous_good_one_when_told(tmp_path):

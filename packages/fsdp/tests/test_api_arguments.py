@@ -275,6 +275,11 @@ def test_finish_grad_sync_shows_the_accumulated_gradient(strategy, ranks):
         ({"cuda_graph_mode": True, "fsdp_double_buffer": True}, UnavailableError, "CUDA"),
         ({"cuda_graph_mode": True}, ValueError, "fsdp_double_buffer"),
         ({"maxpool_double_buffer": True}, ValueError, "fsdp_double_buffer"),
+        (
+            {"reduce_budget": 1, "overlap_grad_reduce": False},
+            ValueError,
+            "reduce_budget=1.*overlap_grad_reduce",
+        ),
         ({"fsdp_db_use_persist_buf_on_alloc_fail": True}, ValueError, "fsdp_double_buffer"),
         ({"disable_symmetric_registration": True}, ValueError, "nccl_ub"),
         (

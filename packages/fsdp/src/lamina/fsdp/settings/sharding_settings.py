@@ -36,6 +36,10 @@ StrategyChoice = int | str | Strategy
 
 
 _FIXED = ("fsdp_double_buffer", "the fixed buffers of fsdp_double_buffer=True")
+_OVERLAPPED = (
+    "overlap_grad_reduce",
+    "the reductions that overlap_grad_reduce=True runs beside backward",
+)
 _REGISTERED = ("nccl_ub", "the memory that nccl_ub=True registers")
 
 
@@ -202,7 +206,7 @@ class ShardingSettings:
     average_in_collective: bool = False
     calculate_per_token_loss: bool = False
     overlap_grad_reduce: bool = True
-    reduce_budget: int | None = setting(None, least=1, unit="bytes")
+    reduce_budget: int | None = setting(None, least=1, unit="bytes", needs=_OVERLAPPED)
     reduce_message_bytes: int = setting(MESSAGE_BYTES, least=1, unit="bytes")
     report_nan_in_param_grad: bool = False
     sync_model_each_microbatch: bool = True

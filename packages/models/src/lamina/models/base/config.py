@@ -388,10 +388,10 @@ class TransformerConfig:
             raise ValueError("mlp_bias beside moe: experts have no biases; leave it False")
         if self.moe is not None and not any(map(self.has_experts, range(self.num_layers))):
             raise ValueError(
-                f"moe is given, and none of {self.num_layers} layers ({self.pattern!r}) has "
-                f"experts: layers of letter 'E' have them, and those of letter 'T' after "
-                f"first_dense {self.moe.first_dense} every {self.moe.every}; change one, or leave "
-                "moe out"
+                f"moe is given, and none of {self.num_layers} layers (layer_pattern "
+                f"{self.pattern!r}) has experts: layers of letter 'E' have them, and those "
+                f"of letter 'T' after first_dense {self.moe.first_dense} every {self.moe.every}; "
+                "change one, or leave moe out"
             )
         if self.moe is not None and self.layer_pattern and "T" not in self.layer_pattern:
             why = f"layer_pattern={self.layer_pattern!r} has no letter 'T', and each 'E' is experts"

@@ -93,6 +93,26 @@ def test_compiled_blocks_train_evaluate_and_write_to_the_end_of_a_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(1, timeout=400)
+def test_several_kinds_of_blocks_compile_to_the_end_of_a_run(tmp_path, monkeypatch):
+    whole, compiled = torch.nn.Module.compile, []
+
+    def compile_(block: torch.nn.Module) -> None:
+        compiled.append(block)
+        whole(block, backend="eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_)
+    words = settings(
+        tmp_path, "mamba-hybrid", "--compile", "--recompute", "selective", "--model.num-layers",
+        "4", "--eval.samples", "1",
+    )  # fmt: skip
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        train_here(tmp_path / "run", words)
+    assert len({type(block) for block in compiled}) == 3
+    assert "written" in (tmp_path / "run" / "samples.txt").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize(
     "schedule",

@@ -30,8 +30,8 @@ LINEAR = RopeScaling(kind="linear", factor=2.0)
         ({"mla": MLA, "num_kv_heads": 2}, "num_kv_heads is 2 beside mla"),
         ({"mla": MLA, "qk_norm": True}, "qk_norm beside mla"),
         ({"mla": MLA, "positions": "none"}, "positions is 'none' beside mla"),
-        ({"rope_scaling": LINEAR, "positions": "learned"}, "rope_scaling .* positions 'learned'"),
-        ({"rope_scaling": LINEAR, "positions": "none"}, "rope_scaling .* positions 'none'"),
+        ({"rope_scaling": LINEAR, "positions": "learned"}, "rope_scaling=.* positions='learned'"),
+        ({"rope_scaling": LINEAR, "positions": "none"}, "rope_scaling=.* positions='none'"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, message):

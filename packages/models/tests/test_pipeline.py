@@ -315,7 +315,8 @@ def test_a_plain_device_mesh_says_enough_for_untied_models(ranks):
 def test_one_pipeline_rank_runs_microbatch_after_microbatch(ranks):
     mesh = ParallelLayout(pp=1).build("cpu")
     config = replace(CONFIG, tie_embeddings=True)
-    runner = pipeline(build(config, mesh), mesh, "1f1b", 3, layout=[1, 3])
+    with pytest.warns(UserWarning, match=r"layout=\[1, 3\] without effect"):
+        runner = pipeline(build(config, mesh), mesh, "1f1b", 3, layout=[1, 3])
     check_training(runner, mesh, config, None, steps=2)
     sharded = pipeline(build(config, mesh), mesh, "1f1b", 3, wrap=wrapper(3, mesh))
     check_training(sharded, mesh, config, 3, steps=2)

@@ -134,17 +134,18 @@ def _refuse_unread(
     model: GPTModel,
     layout: object,
     wrap: object,
-    device: object,
+    device: torch.device | str | None,
     sequence: int | None,
     *,
     each_microbatch: bool,
 ) -> None:
     """Raise ValueError for an argument that another one leaves without effect."""
-    meta = any(parameter.is_meta for parameter in model.parameters())
+    there = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    elsewhere = device is not None and bool(there - {torch.device(device).type})
     for name, given, because in (
         ("sequence", sequence is not None and layout is not None, "layout says the stages' layers"),
         ("each_microbatch", each_microbatch and wrap is None, "wrap=None has nothing to gather"),
-        ("device", device is not None and not meta, "model is not on the meta device"),
+        ("device", elsewhere, f"model is on {', '.join(there)} already, and not on meta"),
     ):
         if given:
             raise ValueError(f"{name} has no effect: {because}; leave {name} out")

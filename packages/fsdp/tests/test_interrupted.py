@@ -3,6 +3,7 @@
 import copy
 import functools
 import operator
+import threading
 from unittest import mock
 
 import pytest
@@ -366,3 +367,42 @@ def test_memory_that_runs_out_as_a_step_ends_leaves_no_state_of_others(ranks):
         assert set(optimizer.state) <= held
     optimizer.step()
     assert optimizer.state
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+def test_a_state_dict_in_another_thread_leaves_the_backward_alone(strategy, ranks):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model, optimizer = fully_shard(
+        model, optimizer, device_mesh=mesh, zero_dp_strategy=strategy, fsdp_unit_modules=[nn.Linear]
+    )
+    raised = []
+
+    def save():
+        try:
+            model.state_dict()
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    def while_backward_runs(_):
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+
+    def hooked(module, args, output):
+        output.register_hook(while_backward_runs)
+
+    x = torch.ones(3, 4)
+    model[1].register_forward_hook(hooked)
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert len(raised) == 1
+    assert "while a backward runs" in raised[0]
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach())

@@ -220,3 +220,42 @@ def test_one_optimizer_steps_over_several_sharded_modules(ranks):
             torch.testing.assert_close(full_parameters(part)["weight"], other.weight.detach())
     with pytest.raises(TypeError, match=r"not sharded \(2.weight belongs to no sharded module"):
         fully_shard_optimizer(sgd(pair), pair.append(nn.Linear(2, 2)))
+
+
+class RefusedError(Exception):
+    pass
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("strategy", [0, 3])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_that_a_users_hook_refuses_is_not_made(make, strategy, ranks):
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    optimizer = make(model.parameters(), lr=0.1)
+    model, optimizer = fully_shard(model, optimizer, zero_dp_strategy=strategy)
+    reference = make(plain.parameters(), lr=0.1)
+    refuses = []
+
+    def refuse(held, args, kwargs):
+        shapes = [tuple(p.shape) for group in held.param_groups for p in group["params"]]
+        assert shapes == [(4, 4), (4,), (2, 4), (2,)]  # the user's own
+        if refuses:
+            refuses.pop()
+            raise RefusedError
+
+    optimizer.register_step_pre_hook(refuse)
+    for step in range(4):
+        for each in (model, plain):
+            each(torch.ones(3, 4)).square().mean().backward()
+        if step % 2:
+            refuses.append(True)
+            with pytest.raises(RefusedError):
+                optimizer.step()
+        optimizer.step()
+        reference.step()
+        for each in (optimizer, reference):
+            each.zero_grad()
+        for name, value in full_parameters(model).items():
+            torch.testing.assert_close(value, plain.get_parameter(name).detach())

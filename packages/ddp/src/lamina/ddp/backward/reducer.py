@@ -26,7 +26,7 @@ from lamina.ddp.backward.gradient_hooks import (
     BackwardStream,
     hook_gradients,
 )
-from lamina.ddp.compat import current_graph_task_id, queue_callback, will_execute
+from lamina.ddp.compat import queue_callback, will_execute
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
@@ -300,8 +300,8 @@ class GradientReducer:
         self.begin_backward()
 
     def abandon_if_raised(self) -> None:
-        """A forward runs outside any backward: one that has begun and not ended has raised."""
-        if self.in_backward and current_graph_task_id() == -1:
+        """Drop what a backward has left that raised; one that runs, in any thread, goes on."""
+        if self.in_backward and not self._end.will_come:  # see Note [Who ends a backward]
             self.abandon_backward()
 
     def abandon_backward(self) -> None:

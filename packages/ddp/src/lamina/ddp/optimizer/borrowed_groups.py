@@ -6,6 +6,12 @@ while it made its state, say) leaves the borrowed parameters in the groups. So w
 puts the user's parameters back first: another step, `state_dict`, `load_state_dict` or `zero_grad`.
 The optimizer has no hook for `zero_grad`, which would leave the user's gradients to be added to.
 While its groups are borrowed, the optimizer object has a `zero_grad` of its own.
+
+Note [Hooks of the user]
+A user's pre-hook comes after ours, as it is registered later. It reads and changes the user's
+parameters, and it may raise, after which nothing may have been stepped. So the groups are lent
+within the step, when all pre-hooks are done: torch's optimizers call the closure first of all, and
+are given one.
 """
 
 import weakref
@@ -77,21 +83,21 @@ class BorrowedGroups(ABC):
         self.restore(optimizer)
         self._refuse_compute_parameters(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._begin(optimizer)
+        if closure is None and not type(optimizer).__module__.startswith("torch.optim."):
+            self._begin(optimizer)  # its step may take no closure
             return None
 
         def first() -> Any:
             # The closure computes the gradients, and may zero those there were: both concern the
             # user's parameters.
             self.restore(optimizer)
-            loss = closure()
+            loss = None if closure is None else closure()
             self._begin(optimizer)
             return loss
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": first}
-        return (args[0], first, *args[2:]), kwargs  # args[0] is the optimizer itself
+        if len(args) > 1:
+            return (args[0], first, *args[2:]), kwargs  # args[0] is the optimizer itself
+        return args, {**kwargs, "closure": first}
 
     @torch.no_grad()
     def _begin(self, optimizer: Optimizer) -> None:

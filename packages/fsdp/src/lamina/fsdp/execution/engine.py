@@ -470,8 +470,8 @@ class ShardingEngine:
         self.reducer.abandon_if_raised()
         if self.reducer.in_backward:
             raise RuntimeError(
-                "state_dict() or load_state_dict() while a backward runs, which computes with the "
-                "whole weights: call it after the backward"
+                "state_dict() or load_state_dict() while a backward runs (in this or another "
+                "thread), which computes with the whole weights: call it between two steps"
             )
         for one in units:
             one.reshard(even_if_kept=True)

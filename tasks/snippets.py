@@ -103,8 +103,9 @@ def run(jobs: Sequence[Job], base: Path) -> list[str]:
         }
         for job in jobs
     ]
-    started_by_others = (
+    not_the_readers = (
         "PYTHONPATH",
+        "PYTHONUNBUFFERED",  # it would hide that a page forgets to flush
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
@@ -112,7 +113,7 @@ def run(jobs: Sequence[Job], base: Path) -> list[str]:
         "GROUP_",
         "TORCHELASTIC_",
     )
-    env = {k: v for k, v in os.environ.items() if not k.startswith((*started_by_others, "SLURM_"))}
+    env = {k: v for k, v in os.environ.items() if not k.startswith((*not_the_readers, "SLURM_"))}
     done = subprocess.run(
         [sys.executable, "-S", __file__, str(base)],
         input=json.dumps(words),

@@ -60,9 +60,9 @@ def run_snippet(
 ) -> str:
     """Run a snippet with `interpreter` and return what it printed to stdout.
 
-    It runs in `directory` (left out: an empty temporary one) with this process's environment,
-    less what torchrun, SLURM and PYTHONPATH would tell it, updated by `environment`. `timeout`
-    is in seconds. Raises SnippetFailedError, or subprocess.TimeoutExpired.
+    It runs in `directory` (left out: an empty temporary one) with this process's environment, less
+    what torchrun, SLURM, PYTHONPATH and PYTHONUNBUFFERED would tell it, updated by `environment`.
+    `timeout` is in seconds. Raises SnippetFailedError, or subprocess.TimeoutExpired.
     """
     with tempfile.TemporaryDirectory(prefix="lamina-snippet-") as scratch:
         # A traceback should name the page and the line that the reader sees.
@@ -106,7 +106,7 @@ def run_only_python_block(
 
 def _plain_environment() -> dict[str, str]:
     removed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    prefixes = ("TORCHELASTIC_", "SLURM_", "PYTEST_", "PYTHONPATH")
+    prefixes = ("TORCHELASTIC_", "SLURM_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED")
     return {
         name: value
         for name, value in os.environ.items()

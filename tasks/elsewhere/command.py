@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import resource
 import subprocess
 import time
 from dataclasses import dataclass
@@ -57,9 +58,10 @@ class Trial:
             ends: a pattern that must be in what it prints.
         """
         print(f"\n--- elsewhere: {name}", flush=True)
-        begun = time.monotonic()
+        begun, worked = time.monotonic(), processor_seconds()
         done = self.place.run(*words, limit=self.limit, where=where or self.place.tree.name)
-        print(f"--- {name}: {time.monotonic() - begun:.0f} s", flush=True)
+        took, worked = time.monotonic() - begun, processor_seconds() - worked
+        print(f"--- {name}: {took:.0f} s, {worked:.0f} s of processor", flush=True)
         if done.code or not re.search(ends, done.text):
             why = f"exit code {done.code}" if done.code else f"printed nothing like {ends!r}"
             self.failed.append(f"{name} ({why})")
@@ -90,6 +92,12 @@ class Trial:
             program = f"import lamina.{layer} as it; print(it.__file__)"
             python = self.place.root / "env/bin/python"
             self.step(f"import {layer}", python, "-c", program, where="home", ends="site-packages")
+
+
+def processor_seconds() -> float:
+    """Return what commands that have ended have worked, on all cores."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def commit() -> str:

@@ -17,7 +17,7 @@ from tasks.bootstrap import HOUSE, ready
 __all__ = ["interpreters", "of_the_system", "promised", "version_of"]
 
 SYSTEM = Path("/usr/bin/python3")
-FIRST, LAST = 11, 14  # minor versions of Python 3 that the packages' classifiers name
+FIRST, LAST = 11, 14  # minor versions of Python 3: those that torch has
 
 
 def promised() -> list[str]:

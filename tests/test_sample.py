@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
-from sample import PER_MODULE, sample
+from sample import PER_MODULE, early, sample
 
 SIZES = st.lists(st.integers(1, 200), min_size=1, max_size=30)
 
@@ -20,6 +23,16 @@ def test_a_sample_has_at_least_so_many_and_hardly_more(sizes, count, seed):
     assert chosen <= set(names)
     assert min(count, len(names)) <= len(chosen) < count + PER_MODULE
     assert chosen == sample(names[::-1], count, seed)
+
+
+def test_modules_that_are_looked_at_have_as_many_tests_as_are_asked_for():
+    """By a lower bound on what modules have: functions that are tests, parameters left out."""
+    root = Path(__file__).resolve().parents[1]
+    folders = tuple(root / name for name in ("packages", "testing", "tests", "examples"))
+    for seed in map(str, range(20)):
+        chosen = early(root, folders, 400, seed)
+        functions = [re.findall(r"(?m)^ *def test_", path.read_text()) for path in chosen]
+        assert sum(min(len(names), PER_MODULE) for names in functions) > 500
 
 
 def test_a_sample_is_of_many_modules_and_every_test_has_its_turn():

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from fuzz import places
 from fuzz.case import Case, program_of
-from fuzz.judge import ROUNDING, Verdict, tolerance_of
+from fuzz.judge import NARROW, ROUNDING, Verdict, tolerance_of
 
 FUTURE = "from __future__ import annotations\n"
 MAIN = """
 
-RANKS, TOLERANCE = {ranks}, {tolerance}
+RANKS, TOLERANCE, NARROW = {ranks}, {tolerance}, {narrow}
 
 
 def main():
@@ -32,7 +32,7 @@ def main():
 
         found = Ranks(rank, world, mesh, Path(names[0])).start(program)
         expected, _ = in_one_process(program, world, SUMS)
-        for line in differences(expected[rank], found, TOLERANCE):
+        for line in differences(expected[rank], found, TOLERANCE, NARROW):
             print(f"rank {{rank}}: {{line}}")
         print(f"rank {{rank}} has compared {{len(found)}} records with one process", flush=True)
         torch.distributed.barrier()
@@ -52,7 +52,7 @@ def script_of(case: Case, verdict: Verdict, original: str = "") -> str:
     imports = "import os\nimport subprocess\nimport sys\nimport tempfile\n\n"
     oracle = Path(places.__file__).read_text().partition(FUTURE)[2]
     program = program_of(case).replace(FUTURE, "")
-    main = MAIN.format(ranks=case.ranks, tolerance=tolerance)
+    main = MAIN.format(ranks=case.ranks, tolerance=tolerance, narrow=tolerance == NARROW)
     return f"{head}{FUTURE}\n{imports}{oracle}\n\n# -- the case {'-' * 88}\n\n{program}{main}"
 
 

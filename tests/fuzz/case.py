@@ -303,8 +303,7 @@ def _ddp(case: Case, wrapper: Wrapper, settings: dict[str, str], names: list[str
     if wrapper.form != "before":
         lines.append("    optimizer = make(model)")
     if wrapper.strategy or wrapper.form != "apart":
-        mesh = _mesh(wrapper) if wrapper.mesh != "none" else "mesh('layout', 1)"
-        lines.append(f"    optimizer = ShardedOptimizer(optimizer, model, {mesh})")
+        lines.append(f"    optimizer = ShardedOptimizer(optimizer, model, {_mesh(wrapper)})")
     return [*lines, "    return model, optimizer"]
 
 
@@ -367,7 +366,9 @@ def sums_of(case: Case, wrapper: Wrapper) -> dict[str, Any]:
     if settings.get("reproducible") == "True":
         cadence = "reproducible"
     policy = {"ddp": "'forward'", "torch": "'never'"}.get(wrapper.kind, "'start'")
-    found: dict[str, Any] = {"cadence": cadence, "inner": case.ranks // wrapper.replicas}
+    inner = case.ranks // wrapper.replicas
+    # An axis of one rank shards nothing, and replicas are summed as its ranks would be.
+    found: dict[str, Any] = {"cadence": cadence, "inner": case.ranks if inner == 1 else inner}
     if settings.get("broadcast_buffers", policy) in ("'forward'", "True"):
         found["buffers"] = True
     if settings.get("calculate_per_token_loss") == "True":

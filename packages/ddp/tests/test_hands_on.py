@@ -375,3 +375,15 @@ def test_gradients_that_the_optimizer_drops_are_dropped_in_the_module(compiled, 
         optimizer.step()
         optimizer.zero_grad()
         assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_over_the_whole_world_needs_no_mesh(ranks):
+    model = DistributedDataParallel(
+        build(), DistributedDataParallelConfig(use_distributed_optimizer=True)
+    )
+    optimizer = ShardedOptimizer(sgd(model), model)
+    before = full_parameters(model)["leave.weight"]
+    model(batch(ranks.rank)).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(full_parameters(model)["leave.weight"], before)

@@ -1,9 +1,12 @@
 """Models that break wrappers silently. Parameters and gradients are compared with one process."""
 
 import pytest
+import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lamina.ddp import full_gradients
+from lamina.ddp import full_gradients, full_parameters
+from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina_testing.toys import OddNet, TiedNet, inputs
 
 from .one_process import (
@@ -45,6 +48,27 @@ def test_frozen_parameters_keep_their_values_and_have_no_gradient(strategy, rank
     model.blocks[1].requires_grad_(True)
     with pytest.raises(ValueError, match=r"blocks\.1\.\S+ was frozen when the model was wrapped"):
         plain_loss(model, ranks.rank, 0)
+
+
+class Shuffled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.order = nn.Parameter(torch.arange(5).flip(0), requires_grad=False)
+        self.linear = nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.linear(x[:, self.order])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", range(4))
+def test_frozen_integers_are_indices_under_any_policy(strategy, ranks):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(Shuffled(), zero_dp_strategy=strategy, mixed_precision_policy=policy)
+    model(torch.ones(3, 5)).sum().backward()
+    order = full_parameters(model)["order"]
+    assert order.dtype is torch.int64
+    assert order.tolist() == [4, 3, 2, 1, 0]
 
 
 @pytest.mark.ranks(2)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -45,9 +46,9 @@ class ShardedOptimizer(Optimizer):
     Args:
         optimizer: made over the module's parameters.
         module: what the wrapper returned.
-        mesh: the mesh the module was wrapped over. Where its ranks hold other parameters (tp, pp,
-            ep, expert_tp) a plain `GradScaler` is refused, whose ranks would decide each for
-            themselves: use `ShardedGradScaler`.
+        mesh: the mesh the module was wrapped over; None is the whole world. Where its ranks hold
+            other parameters (tp, pp, ep, expert_tp) a plain `GradScaler` is refused, whose ranks
+            would decide each for themselves: use `ShardedGradScaler`.
 
     Raises:
         TypeError: if the module was not wrapped by Lamina.
@@ -61,7 +62,10 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(
-        self, optimizer: Optimizer, module: nn.Module, mesh: ParallelMesh | DeviceMesh
+        self,
+        optimizer: Optimizer,
+        module: nn.Module,
+        mesh: ParallelMesh | DeviceMesh | None = None,
     ) -> None:
         groups = groups_of(module)
         require_same_optimizer(type(self).__name__, optimizer, groups)
@@ -77,8 +81,8 @@ class ShardedOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = optimizer.state
         self._ready = True
-        ranks = (mesh.mesh if isinstance(mesh, ParallelMesh) else mesh).size()
-        answer_scalers(self, groups, ranks)
+        whole = mesh.mesh if isinstance(mesh, ParallelMesh) else mesh
+        answer_scalers(self, groups, dist.get_world_size() if whole is None else whole.size())
 
         def stepped() -> None:
             if isinstance(module, _HearsOfSteps):

@@ -49,6 +49,9 @@ def resolve_dtypes(
             than the main grads, which is what autograd produces anyway.
         moments: dtype that Adam's moments are kept in; None means the main weights'.
     """
+    if not (parameter_dtype.is_floating_point or parameter_dtype.is_complex):
+        # Integers (orders, quantised weights) are frozen. Cast, they would be no indices any more.
+        return GroupDtypes(*[parameter_dtype] * 4)
     weights = compute or parameter_dtype
     main_dtype = torch.promote_types(parameter_dtype, main) if main else parameter_dtype
     return GroupDtypes(weights, main_dtype, grads or main_dtype, wire or weights, moments)

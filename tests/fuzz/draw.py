@@ -57,18 +57,30 @@ def draw(seed: int | str, index: int) -> Case:
         steps=steps,
         output=rng.choice(("tensor", "tensor", "dict", "tuple", "loss")),
         groups=rng.choice(("all", "all", "trained", "two", "some", "one each")),
-        optimizer=rng.choice(SMOOTH if rng.random() < 0.95 else RARE),
+        optimizer=rng.choice(SMOOTH if loose or rng.random() < 0.95 else RARE),
         scheduler=rng.random() < 0.2 and len(wrappers) == 1,
         differs=rng.random() < 0.3 and _takes_first_values(wrappers),
         auto=wrappers[0].kind != "fully_shard" or len(wrappers) > 1 or rng.random() < 0.9,
     )
     if "Muon" in case.optimizer or "LBFGS" in case.optimizer:
         case = case.changed(groups="all")
+    if wrappers[0].kind == "torch":
+        case = _within_fsdp2(case)
     strided = {"Strided", "ChannelsLast"} & {part.kind for part in case.parts}
     if "fused" in case.optimizer and strided:
         # torch's fused kernels for CPUs read weights of other strides as if they were contiguous.
         return case.changed(optimizer=case.optimizer.replace("fused", "foreach"))
     return case
+
+
+def _within_fsdp2(case: Case) -> Case:
+    """Without what torch's FSDP2 cannot do: it ends the process, hangs, or drops gradients."""
+    parts = tuple(Part("Affine", p.how) if p.kind == "Branches" else p for p in case.parts)
+    steps = tuple(
+        (tuple("plain" if n in ("retain", "penalty") else n for n in before), after)
+        for before, after in case.steps
+    )
+    return case.changed(parts=parts, steps=steps)
 
 
 def _takes_first_values(wrappers: list[Wrapper]) -> bool:

@@ -73,6 +73,8 @@ def promises_bits(case: Case) -> bool:
     # Norms are summed in another order, on purpose; other kernels round differently.
     rounded = {"clip", "torch clip"} & {name for _, after in case.steps for name in after}
     plain = "foreach=False" in case.optimizer
+    # Penalties on weights reach parameters apart from what units give.
+    rounded |= {"weights"} & {name for before, _ in case.steps for name in before}
     compiled = any("compiled" in part.how for part in case.parts)
     theirs = any(w.kind == "torch" for w in case.wrappers)
     # Weights in flat buffers are contiguous (decision 0427), and other strides take other kernels.
@@ -149,7 +151,8 @@ def joined(each: list[Any]) -> Verdict:
         return Verdict("died" if len(said) < len(each) else "done")
     detail = "; ".join(dict.fromkeys(d for outcome, d in said if outcome in bad))
     if len(said) < len(each) or "done" in outcomes:
-        return Verdict("uneven", f"{bad[0]} on some ranks: {detail}")
+        outcome = "theirs" if bad == ["theirs"] else "uneven"
+        return Verdict(outcome, f"{bad[0]} on some ranks: {detail}")
     for outcome in ("obscure", "theirs", "refused"):
         if outcome in outcomes:
             return Verdict(outcome, next(d for o, d in said if o == outcome))

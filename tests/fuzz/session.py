@@ -207,8 +207,7 @@ def _broken(each: list[dict[str, Any]], outcomes: Any, seconds: float) -> Verdic
         first = f"{bad[0][0]} on some ranks: {bad[0][1]}; " if bad else ""
         return Verdict("hung", f"{first}{ways} {stacks}")
     if bad:
-        verdict = joined(said)
-        return Verdict("uneven", verdict.detail) if None in said else verdict
+        return joined(said)
     return Verdict("died", ways + "".join(o.stderr[-600:] for o in outcomes))
 
 

@@ -39,14 +39,14 @@ SOURCES: dict[str, Any] = {
 BY_PROGRAM = frozenset(
     "module optimizer mesh device_mesh fsdp_unit_modules dp_shard_dim dp_outer_dim tp_dim "
     "zero_dp_strategy outer_dp_sharding_strategy init_model_with_meta_device init_module "
-    "use_distributed_optimizer sync_model_each_microbatch".split()
+    "use_distributed_optimizer sync_model_each_microbatch cast_forward_inputs".split()
 )
 """Arguments that a program gives by itself, as they go together with what else it does."""
 
 VALUES: dict[str, tuple[str, ...]] = {
     "reduction": ("'ordered'", "'native'", "'int8'", "'checked'"),
     "device": ("None", "'cpu'"),
-    "keep_full_precision": ("()", "('*norm*',)", "('*bias', 'part0*')"),
+    "keep_full_precision": ("('*norm*',)", "('part0*',)"),
     "mp_policy": ("None", "TorchPolicy(param_dtype=torch.float32)"),
     "ignored_params": ("None",),
     "ckpt_format": ("'torch_dist'",),

@@ -1,5 +1,7 @@
 """What happens once: a gradient in one microbatch only, a backward that dies, a lone evaluation."""
 
+import copy
+
 import pytest
 import torch
 
@@ -204,3 +206,24 @@ def test_zero_grad_between_microbatches_discards_them(sharded, config, ranks):
     loss(wrapped, ranks.rank, 0).backward()
     optimizer.step()
     check(wrapped, in_one_process([[{}]]))
+
+
+@pytest.mark.ranks(1, 2)
+def test_statistics_may_be_sent_between_a_forward_and_its_backward(ranks):
+    def losses(model):
+        generator = torch.Generator().manual_seed(ranks.rank)
+        return [model(torch.randn(4, 5, generator=generator)).square().sum() for _ in range(2)]
+
+    torch.manual_seed(7)
+    plain = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
+    wrapped = DistributedDataParallel(
+        copy.deepcopy(plain), DistributedDataParallelConfig(broadcast_buffers="forward")
+    )
+    for model in (plain, wrapped):
+        first, second = losses(model)
+        first.backward()
+        second.backward()
+    for name, gradient in full_gradients(wrapped).items():
+        expected = plain.get_parameter(name).grad
+        torch.distributed.all_reduce(expected)
+        torch.testing.assert_close(gradient, expected / ranks.world_size)

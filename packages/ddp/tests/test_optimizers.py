@@ -458,3 +458,31 @@ def test_a_step_that_raised_leaves_the_groups_as_they_were(name, ranks):
         optimizer.zero_grad()
         train(wrapped, optimizer, ranks.rank, step + 1, first=step)
     compare(wrapped, reference(make, 2, 3), atol=2e-5)
+
+
+class Uneven(nn.Module):
+    """Its third tensor is the largest, so a layout that cuts none puts it first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.last = nn.Bilinear(8, 8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(x, x)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("make", [ELEMENTWISE["adamax"], lambda p: torch.optim.SGD(p, lr=0.1)])
+def test_whole_tensors_in_any_order_of_memory_are_all_updated(make, ranks):
+    plain, wrapped = build(Uneven), build(Uneven)
+    optimizer = make(list(plain.parameters()))
+    wrapped, sharded = wrap(wrapped, make, True, keep_tensors_whole=True, num_buckets=1)
+    for step in range(3):
+        for model, its in ((plain, optimizer), (wrapped, sharded)):
+            model(toy_input(0, step)).square().mean().backward()
+            its.step()
+            its.zero_grad()
+    for name, value in full_parameters(wrapped).items():
+        torch.testing.assert_close(value, plain.get_parameter(name), msg=name)

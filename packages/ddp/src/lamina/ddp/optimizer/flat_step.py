@@ -205,10 +205,18 @@ class FlatStep(BorrowedGroups):
             by_group.setdefault(group, []).append(index)
         runs = []
         for group, indices in by_group.items():
+            # Neighbours in memory: a layout that cuts no tensor may have put them in another order.
+            offsets = group.layout.offsets
+            order = sorted(range(len(offsets)), key=offsets.__getitem__)
+            before = dict(zip(order[1:], order, strict=False))
             pieces: list[list[int]] = []
-            for index in sorted(indices):
+            for index in (i for i in order if i in indices):
                 last = pieces[-1][-1] if pieces else None
-                if last == index - 1 and _same_history(group, last, index, optimizer):
+                if (
+                    last is not None
+                    and last == before.get(index)
+                    and _same_history(group, last, index, optimizer)
+                ):
                     pieces[-1].append(index)
                 else:
                     pieces.append([index])

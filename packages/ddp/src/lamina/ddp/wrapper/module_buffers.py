@@ -19,6 +19,8 @@ __all__ = ["BufferPolicy", "ModuleBuffers"]
 BufferPolicy = Literal["forward", "start", "never"] | bool
 """The setting `broadcast_buffers` of every wrapper. True and False are "forward" and "never"."""
 
+_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 class ModuleBuffers:
     """Brings the buffers of one model together (collective).
@@ -66,7 +68,10 @@ class ModuleBuffers:
                 if buffer is None or not buffer.numel() or buffer.is_meta:
                     continue
                 if f"{prefix}.{name}".removeprefix(".") not in self._ignored:
-                    found.setdefault((id(module) in experts, buffer.device), []).append(buffer)
+                    # `.data` leaves the version alone, as batch norm itself does: no backward
+                    # reads statistics, and one of an earlier forward may be still to come.
+                    written = buffer.data if isinstance(module, _STATISTICS) else buffer
+                    found.setdefault((id(module) in experts, buffer.device), []).append(written)
         for (of_expert, _), buffers in found.items():
             _broadcast(buffers, self._axes[of_expert])
 

@@ -65,7 +65,7 @@ BUGS = [
     ),
     Bug(
         "gradients of experts are averaged over the ranks that hold copies, not over all",
-        "ddp/wrapper/wrapper.py",
+        "ddp/wrapper/buckets.py",
         "groups.append(ParameterGroup(members, axes, dtypes, settings, scratch))",
         "groups.append(ParameterGroup(members, axes, dtypes, __import__('dataclasses').replace("
         "settings, scale=settings.scale and 1 / axes.size), scratch))",
@@ -171,16 +171,16 @@ BUGS = [
     ),
     Bug(
         "a forward does not wait for updated weights (overlapped gathers)",
-        "ddp/wrapper/param_gathers.py",
-        "            if not weights.ready:",
-        "            if False:",
+        "ddp/execution/engine.py",
+        "        if not all(group.weights.ready for group in unit.groups):",
+        "        if False:",
         "ddp/tests/test_weight_gathers.py",
     ),
     Bug(
         "written weights are not installed",
         "ddp/group/group.py",
-        "        if written := self.mains_written:",
-        "        if False:",
+        "        if not news:",
+        "        if True:",
         "fsdp/tests/test_border_writes.py::test_what_is_written_between_steps_is_what_all_ranks_compute_with",
     ),
     Bug(

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lamina.buffers.pool import pool as pools
+from lamina.buffers.pool import slots
 from lamina.collectives.call import collective
 from lamina.collectives.reduction.ordered import OrderedReduction
 from lamina.ddp.backward.gradient_hooks import BackwardStream
@@ -150,8 +151,7 @@ def test_storage_that_is_reused_before_its_collective_ends_is_seen(monkeypatch):
     def release(weights):
         """Give the bytes back, and wait for the gather afterwards."""
         weights._pool.release(weights.key)
-        weights.wait()
-        weights.state = type(weights.state).RELEASED
+        weights._leave()
 
     start = ShardedWeights.start
 
@@ -168,22 +168,22 @@ def test_storage_that_is_reused_before_its_collective_ends_is_seen(monkeypatch):
 
 
 def test_an_optimizer_that_does_not_wait_for_its_gradients_is_seen():
-    (site,) = [s for s in scenarios.record("strategy 2").waits if "_drain" in s.function]
+    (site,) = [s for s in scenarios.record("strategy 2").waits if s.function.endswith("drain")]
     found = scenarios.races_without("strategy 2", site)
     assert any("ddp/optimizer" in race or "aten::lerp_" in race for race in found), found
 
 
 def test_a_prefetch_into_a_slot_that_backward_still_reads_is_seen(monkeypatch):
     """All units get one slot, and nobody asks who lives there."""
-    color = pools.color_slots
+    color = slots.color_slots
 
     def one_for_all(sizes, conflicts, **options):
         return color(sizes, {}, **options)
 
     def move_in(pool, entry, epoch):
-        pool._live.pop(entry.block.owner, None)
+        return entry.block
 
-    monkeypatch.setattr(pools, "color_slots", one_for_all)
+    monkeypatch.setattr(slots, "color_slots", one_for_all)
     monkeypatch.setattr(pools.StoragePool, "_fall_back", move_in)
     with (
         recorded_order(scenarios.RANKS) as recording,
@@ -331,7 +331,7 @@ def test_two_recordings_of_one_step_have_one_graph(name, recordings):
 
 
 def test_a_wait_that_a_gpu_lacks_is_named(recordings):
-    (site,) = [s for s in recordings["strategy 2"].waits if "_drain" in s.function]
+    (site,) = [s for s in recordings["strategy 2"].waits if s.function.endswith("drain")]
     first, second = graphs(recordings, "strategy 2", without=site)
     found = differences(first, second, DEVICES)
     missing = [line for line in found if str(site) in line]

@@ -22,7 +22,7 @@ from lamina.ddp.engine import (
     resolve_reduction,
     resolve_strategy,
 )
-from lamina.ddp.wrapper.wrapper import plan_buckets
+from lamina.ddp.wrapper.buckets import plan_buckets
 from lamina.mesh import ParallelLayout
 from lamina_testing.toys import OddNet
 
@@ -186,7 +186,7 @@ def test_what_the_mesh_or_the_machine_does_not_have_is_refused(ranks):
     with pytest.raises(RegistrationError, match=r"nccl_ub=True: .* only NCCL registers memory"):
         wrap(build(), nccl_ub=True)
     with mock.patch(
-        "lamina.ddp.wrapper.param_gathers.registration_problem",
+        "lamina.ddp.wrapper.buckets.registration_problem",
         lambda group, *_, **__: "no" if group == "experts" else None,
     ):  # every group is looked at
         found = registration_refusal(["dense", None, "experts"], torch.device("cuda"))

@@ -183,7 +183,7 @@ def test_prefetch_lists_say_what_is_gathered_ahead(ranks):
     )
     loss_of(model, 1, ranks.rank)
     assert seen[0][1] == "RELEASED"
-    assert seen[0][2] in ("GATHERING", "READY")
+    assert seen[0][2] in ("GATHERING", "READY", "IN_USE")
     with pytest.raises(ValueError, match="Linear"):
         model.set_modules_to_forward_prefetch([model.enter])
 
@@ -194,7 +194,7 @@ def test_set_reshard_after_forward_reaches_all_parts(ranks):
     model.set_reshard_after_forward(False)
     loss = loss_of(model, 0, ranks.rank)
     states = [b.sharding_unit.gathered[0].state.name for b in model.blocks]
-    assert states == ["READY"] * 3
+    assert states == ["IN_USE"] * 3
     loss.backward()
 
 
@@ -207,11 +207,11 @@ def test_fully_shards_model_has_fsdp2s_methods_and_its_units_too(ranks):
     states = lambda: [u.gathered[0].state.name for u in units]  # noqa: E731
     optimizer = sgd(model)
     loss_of(model, 0, ranks.rank)
-    assert states() == ["READY"] * 4
+    assert states() == ["IN_USE"] * 4
     units[1].set_reshard_after_forward(True)
     loss_of(model, 0, ranks.rank).backward()
     loss = loss_of(model, 0, ranks.rank)
-    assert states() == ["READY", "RELEASED", "READY", "READY"]
+    assert states() == ["IN_USE", "RELEASED", "IN_USE", "IN_USE"]
     del loss
     model.set_requires_gradient_sync(False)
     loss_of(model, 0, ranks.rank).backward()
@@ -222,10 +222,10 @@ def test_fully_shards_model_has_fsdp2s_methods_and_its_units_too(ranks):
     model.set_modules_to_forward_prefetch([model.blocks[1]])
     assert units[0].prefetch == {1: (units[2],)}
     loss = loss_of(model, 1, ranks.rank)
-    assert states() == ["RELEASED"] * 3 + ["READY"]
+    assert states() == ["RELEASED"] * 3 + ["IN_USE"]
     loss.backward()
     model.unshard()
-    assert states() == ["READY"] + ["RELEASED"] * 3
+    assert states() == ["IN_USE"] + ["RELEASED"] * 3
     model.reshard()
     units[3].unshard()
     assert model.blocks[2].up.weight.shape == (51, 17)

@@ -1,4 +1,4 @@
-"""A unit's state says what its modules hold and whether its weights are there, at every moment."""
+"""The one state of a group's weights says whether they are there and what modules hold, always."""
 
 import ast
 import pathlib
@@ -7,16 +7,21 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from lamina.ddp import engine as of_ddp
 from lamina.ddp.engine import WeightsState
+from lamina.ddp.execution import unit as source
+from lamina.ddp.group.weights import TRANSITIONS
+from lamina.fsdp import engine as of_fsdp
 from lamina.fsdp import fully_shard
-from lamina.fsdp.execution import unit as source
-from lamina.fsdp.execution.unit import TRANSITIONS, UnitState
 from lamina_testing.toys import Block, OddNet, inputs
 
-SEEN = {
-    UnitState.AT_REST: (WeightsState.RELEASED, "main"),
-    UnitState.WHOLE: (WeightsState.READY, "compute"),
-    UnitState.IN_BACKWARD: (WeightsState.READY, "compute"),
+HELD = {  # what modules hold; whether the bytes are there
+    WeightsState.RELEASED: ("main", False),
+    WeightsState.GATHERING: ("main", True),
+    WeightsState.READY: ("main", True),
+    WeightsState.STALE: ("compute", False),
+    WeightsState.REFRESHING: ("compute", True),
+    WeightsState.IN_USE: ("compute", True),
 }
 
 
@@ -47,24 +52,24 @@ def build(make=OddNet, **settings):
     return fully_shard(make(), fsdp_unit_modules=[Block], **settings)
 
 
-def held(unit):
-    """Whether modules hold a unit's main parameters or its compute parameters."""
+def held(group):
+    """Whether modules hold a group's main parameters or its compute parameters."""
     kinds = set()
-    for group in unit.groups:
-        for ref, main in zip(group.refs, group.main_parameters, strict=True):
-            for owner, attribute in ref.owners:
-                now = owner()._parameters[attribute]
-                kinds.add("main" if now is main else "compute" if now is ref.parameter else "other")
+    for ref, main in zip(group.refs, group.main_parameters, strict=True):
+        for owner, attribute in ref.owners:
+            now = owner()._parameters[attribute]
+            kinds.add("main" if now is main else "compute" if now is ref.parameter else "other")
     return kinds
 
 
 def check(model, seen):
     for unit in model.sharding_engine.units:
-        seen.add(unit.state)
-        if unit.state in SEEN:
-            weights, holds = SEEN[unit.state]
-            assert {one.state for one in unit.gathered} == {weights}, (unit.title, unit.state)
-            assert held(unit) == {holds}, (unit.title, unit.state)
+        for group in unit.groups:
+            state = group.weights.state
+            seen.add((state, unit.in_backward))
+            holds, there = HELD[state]
+            assert held(group) == {holds}, (unit.title, state)
+            assert bool(group.weights.full.untyped_storage().nbytes()) is there, (unit.title, state)
 
 
 @pytest.mark.matrix(strength=1)
@@ -88,20 +93,45 @@ def test_modules_and_weights_are_as_the_state_says(make, reshard, ranks):
         loss = model(inputs(model, 10 * step + ranks.rank)).square().mean()
         check(model, seen)
         loss.backward()
-        assert {unit.state for unit in model.sharding_engine.units} == {UnitState.AT_REST}
+        for unit in model.sharding_engine.units:
+            assert {group.weights.state for group in unit.groups} == {WeightsState.RELEASED}
+            assert not unit.in_backward
         check(model, seen)
         model.zero_grad()
-    assert seen == set(UnitState)
+    assert seen >= {
+        (WeightsState.RELEASED, False),
+        (WeightsState.GATHERING, False),
+        (WeightsState.IN_USE, False),
+        (WeightsState.IN_USE, True),
+    }
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_are_written_while_modules_compute_are_old_until_they_are_gathered(ranks):
+    model = build(reshard_after_forward=False)
+    loss = model(inputs(model, ranks.rank)).square().mean()
+    groups = [group for unit in model.sharding_engine.units for group in unit.groups]
+    assert {group.weights.state for group in groups} == {WeightsState.IN_USE}
+    model.start_param_sync()  # main weights were written by hand, with a backward to come
+    assert {group.weights.state for group in groups} == {WeightsState.STALE}
+    check(model, set())
+    for unit in model.sharding_engine.units:
+        unit.start_unshard()
+    assert {group.weights.state for group in groups} == {WeightsState.REFRESHING}
+    check(model, set())
+    loss.backward()
+    assert {group.weights.state for group in groups} == {WeightsState.RELEASED}
+    check(model, set())
 
 
 def test_every_state_is_entered_and_left():
     entered = {after for rows in TRANSITIONS.values() for after in rows.values()}
     left = {before for rows in TRANSITIONS.values() for before in rows}
-    assert entered == left == set(UnitState)
+    assert entered == left == set(WeightsState)
 
 
 def test_no_other_file_changes_a_units_state():
-    """Nor any other attribute of a unit: what others want of it are methods."""
+    """Nor any other attribute of it: what others want of a unit are methods."""
     tree = ast.parse(pathlib.Path(source.__file__).read_text())
     (unit,) = (c for c in tree.body if isinstance(c, ast.ClassDef) and c.name == "Unit")
     own = {
@@ -109,9 +139,9 @@ def test_no_other_file_changes_a_units_state():
         for node in ast.walk(unit)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
-    assert "state" in own
-    folder = pathlib.Path(source.__file__).parents[1]
-    for path in folder.rglob("*.py"):
+    assert "in_backward" in own
+    folders = (pathlib.Path(face.__file__).parent for face in (of_ddp, of_fsdp))
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 of_unit = isinstance(node.value, ast.Name) and "unit" in node.value.id

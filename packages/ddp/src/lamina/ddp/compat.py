@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 __all__ = [
     "current_graph_task_id",
     "foreach_norm",
+    "function_transform",
+    "graph_is_kept",
     "local_of_state_call",
     "queue_callback",
     "tree_flatten",
@@ -25,6 +27,12 @@ __all__ = [
 
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 """Has a function called when the backward that runs now has ended."""
+
+function_transform = torch._C._functorch.peek_interpreter_stack
+"""The transform of `torch.func` (`vmap`, `grad`) that runs now; None if there is none."""
+
+graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined, unused-ignore]
+"""Whether the backward that runs now was asked to keep its graph."""
 
 _GENERIC = "torch.distributed.checkpoint.state_dict"
 _DEPTH = 64

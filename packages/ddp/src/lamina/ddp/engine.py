@@ -9,6 +9,20 @@ from lamina.ddp.backward.gradient_hooks import (
 )
 from lamina.ddp.backward.reducer import BackwardEnd, BackwardListener, GradientReducer, Order
 from lamina.ddp.compat import local_of_state_call
+from lamina.ddp.execution.engine import Engine, Guards, Prefetcher
+from lamina.ddp.execution.hooks import (
+    UnitHooks,
+    attach_hooks,
+    finish_before_steps,
+    hooks_of,
+    register_forward_method,
+    unit_of,
+)
+from lamina.ddp.execution.module_buffers import (
+    BufferPolicy,
+    ModuleBuffers,
+)
+from lamina.ddp.execution.unit import UnavailableError, Unit
 from lamina.ddp.finalize.finalize import finalize_plain_gradients, warn_of_unfinished_steps
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import Reduction, resolve_reduction
@@ -21,7 +35,7 @@ from lamina.ddp.group.group import (
     plan_layout,
 )
 from lamina.ddp.group.module_watch import ModuleWatch
-from lamina.ddp.group.weights import Weights, WeightsState, WholeWeights
+from lamina.ddp.group.weights import COMING, LIVE, Weights, WeightsState, WholeWeights
 from lamina.ddp.inspect.inspection import HasGroups, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.inspect.wire import WireBytes, WirePlan
@@ -54,23 +68,23 @@ from lamina.ddp.parameters.parameters import (
 )
 from lamina.ddp.parameters.strategy import resolve_strategy
 from lamina.ddp.parameters.tensor_trees import Loan, map_tensors, tensors_in
-from lamina.ddp.wrapper.module_buffers import (
-    BufferPolicy,
-    ModuleBuffers,
-)
-from lamina.ddp.wrapper.param_gathers import registration_refusal
+from lamina.ddp.wrapper.buckets import registration_refusal
 
 __all__ = [
+    "COMING",
     "ELEMENTWISE",
+    "LIVE",
     "BackwardEnd",
     "BackwardListener",
     "BufferPolicy",
     "DataParallelAxes",
+    "Engine",
     "GradientReducer",
     "GradientState",
     "GroupDtypes",
     "GroupGradients",
     "GroupSettings",
+    "Guards",
     "HasGroups",
     "Loan",
     "MemoryBudgets",
@@ -80,10 +94,14 @@ __all__ = [
     "Order",
     "ParameterGroup",
     "ParameterRef",
+    "Prefetcher",
     "RankSum",
     "Reduction",
     "ScratchBuffers",
     "Squares",
+    "UnavailableError",
+    "Unit",
+    "UnitHooks",
     "Weights",
     "WeightsState",
     "WholeWeights",
@@ -91,16 +109,19 @@ __all__ = [
     "WirePlan",
     "adopt_main_parameters",
     "answer_scalers",
+    "attach_hooks",
     "await_backward",
     "check_dimensions",
     "check_experts",
     "collect_parameters",
     "data_parallel_axes",
     "finalize_plain_gradients",
+    "finish_before_steps",
     "gradient_sink",
     "group_parameters",
     "groups_of",
     "has_gradient_sink",
+    "hooks_of",
     "local_of_state_call",
     "main_of",
     "map_tensors",
@@ -110,6 +131,7 @@ __all__ = [
     "refuse_optimizer",
     "refuse_unplaced",
     "refuse_wrapped",
+    "register_forward_method",
     "registration_refusal",
     "require_same_model",
     "require_same_optimizer",
@@ -119,5 +141,6 @@ __all__ = [
     "show_decoupled",
     "step_over_groups",
     "tensors_in",
+    "unit_of",
     "warn_of_unfinished_steps",
 ]

@@ -1,15 +1,14 @@
 """One-line `fully_shard` for PyTorch: ZeRO 0-3, HSDP and HFSDP on one engine."""
 
+from lamina.ddp.engine import UnavailableError, register_forward_method
 from lamina.fsdp.api.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
 from lamina.fsdp.api.shard_module import shard_module
 from lamina.fsdp.api.torch_fsdp2 import (
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
 )
-from lamina.fsdp.execution.debug_order import RankOrderError
-from lamina.fsdp.execution.hooks import register_forward_method
+from lamina.fsdp.debugging.debug_order import RankOrderError
 from lamina.fsdp.module.sharded_module import ShardedModule
-from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy, WeightCodec
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.units.plan import UnitPlan, plan_units

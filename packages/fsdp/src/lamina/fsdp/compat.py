@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
@@ -23,21 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TorchDispatchMode",
-    "current_graph_task_id",
     "forget_groups",
-    "function_transform",
-    "graph_is_kept",
     "local_shape_and_offset",
     "one_graph_break",
     "tree_leaves",
     "tree_map_only",
 ]
-
-function_transform = torch._C._functorch.peek_interpreter_stack
-"""The transform of `torch.func` (`vmap`, `grad`) that runs now; None if there is none."""
-
-graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined, unused-ignore]
-"""Whether the backward that runs now was asked to keep its graph."""
 
 
 def forget_groups(module: nn.Module) -> None:

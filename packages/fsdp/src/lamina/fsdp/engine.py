@@ -1,7 +1,5 @@
-"""What other wrappers build on: the sharding engine and its units."""
+"""What other wrappers build on, beside the engine and its units in `lamina.ddp.engine`."""
 
 from lamina.fsdp.api.shard_module import ModuleWithUnit
-from lamina.fsdp.execution.engine import ShardingEngine
-from lamina.fsdp.execution.unit import Unit
 
-__all__ = ["ModuleWithUnit", "ShardingEngine", "Unit"]
+__all__ = ["ModuleWithUnit"]

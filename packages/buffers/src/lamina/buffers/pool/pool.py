@@ -1,9 +1,8 @@
 """`StoragePool`: memory that unsharded units are gathered into and that is given back after use.
 
-A key's memory is one of two kinds. A block of its own has bytes that come and go while its tensor
-and views stay (`resize`): always right, at the price of an allocation each time. A slot is fixed
-memory that keys share which are never live at the same time: no allocation, and the same address
-each time.
+By default a key has a block of its own, whose bytes come and go while its tensor and views stay
+(`resize`): always right, at the price of an allocation each time. With `mode="slots"` the pool has
+`Slots` as well: fixed memory that keys share which are never live at the same time.
 
 Note [Saved views of released memory]
 Autograd saves views of a unit's weights in forward and reads them in backward; in between the unit
@@ -20,14 +19,15 @@ See docs/decisions/0207-gathers-write-through-another-tensor.md.
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import c_bool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 
 from lamina.buffers.compat import refusals_of
 from lamina.buffers.layout.layout import BufferLayout
-from lamina.buffers.pool.slots import SlotPlan, color_slots
+from lamina.buffers.pool.slots import Slots
 
 __all__ = ["MemoryBlocks", "SavedTensorGuard", "StaleStorageError", "StoragePool"]
 
@@ -81,7 +81,8 @@ class MemoryBlocks:
 
     def grow(self, block: MemoryBlock) -> None:
         """Give a block its bytes. What they hold is undefined (0xFF under poison)."""
-        _switch(block, False)
+        for refusal in block.refusals:
+            refusal.value = False
         if block.storage.nbytes() != block.nbytes:
             block.storage.resize_(block.nbytes)
             if self.poison:
@@ -95,7 +96,8 @@ class MemoryBlocks:
             return
         if not block.fixed:
             block.storage.resize_(0)
-        _switch(block, True)
+        for refusal in block.refusals:
+            refusal.value = True
 
     def empty(self, block: MemoryBlock) -> None:
         """Give back the bytes, under poison too."""
@@ -148,10 +150,14 @@ class _Entry:
     released: str
     generation: int = 0
     epoch: int = 0
-    conflicts: set[Key] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.nbytes = self.numel * self.dtype.itemsize
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the key lives in its block: the block alone knows who does."""
+        return self.block.owner == self.key
 
 
 class _Entries(dict[Key, _Entry]):
@@ -209,11 +215,11 @@ class StoragePool:
         self.mode: Mode = mode
         self.bytes_resident = self.bytes_peak = 0
         self._blocks = MemoryBlocks(self.device, poison)
-        self._slot_context = slot_context or nullcontext
         self._entries = _Entries()
-        self._live: dict[Key, _Entry] = {}
-        self._slots: list[MemoryBlock] = []
-        self._observing = True
+        self._slots: Slots[MemoryBlock] | None = None
+        if mode == "slots":
+            make = partial(self._blocks.make, fixed=True)
+            self._slots = Slots(make, self._blocks.discard, slot_context or nullcontext)
 
     # -- keys -----------------------------------------------------------------------------------
 
@@ -247,8 +253,8 @@ class StoragePool:
         """Forget a key and free its memory. Views of it must not be read again."""
         self.release(key)
         entry = self._entries.pop(key)
-        for other in self._entries.values():
-            other.conflicts.discard(key)
+        if self._slots is not None:
+            self._slots.forget(key)
         if not entry.block.fixed:
             self._blocks.discard(entry.block)
 
@@ -261,7 +267,7 @@ class StoragePool:
 
     def live_keys(self) -> tuple[Key, ...]:
         """Keys that hold memory now, in order of registration."""
-        return tuple(key for key in self._entries if key in self._live)
+        return tuple(key for key, entry in self._entries.items() if entry.block.owner == key)
 
     def generation(self, key: Key) -> int:
         """How many times the key has been acquired."""
@@ -293,9 +299,9 @@ class StoragePool:
 
     def check(self, key: Key) -> None:
         """Raise StaleStorageError unless the key is live."""
-        if key not in self._live:
-            entry = self._entries[key]
-            holder = entry.block.owner
+        entry = self._entries[key]
+        holder = entry.block.owner
+        if holder != key:
             raise StaleStorageError(
                 f"{key!r} (generation {entry.generation}) is not live"
                 + (f": its slot holds {holder!r}" if holder is not None else "")
@@ -372,25 +378,27 @@ class StoragePool:
                 f"(epoch {entry.epoch}): a gather would not reach them. Plan slots with the whole "
                 "order of use"
             )
-        if key not in self._live:
-            for other in self._live.values() if self._observing else ():
-                entry.conflicts.add(other.key)
-                other.conflicts.add(entry.key)
-            if entry.block.owner is not None:
-                self._fall_back(entry, epoch)
-            self._blocks.grow(entry.block)
-            entry.block.owner = entry.key
+        block = entry.block
+        if block.owner != key:
+            if self._slots is not None:
+                self._slots.observe(key, self.live_keys())
+                if block.owner is not None:
+                    block = self._fall_back(entry, epoch)
+            self._blocks.grow(block)
+            block.owner = key
             entry.generation += 1
-            self._live[key] = entry
-            self._count(0 if entry.block.fixed else entry.nbytes)
+            if not block.fixed:
+                self.bytes_resident += entry.nbytes
+                self.bytes_peak = max(self.bytes_peak, self.bytes_resident)
         return entry.tensor
 
     def release(self, key: Key) -> None:
         """Give the key's memory back; nothing happens where it is not live."""
         entry = self._entries[key]
-        if self._live.pop(key, None) is not None:
-            self._blocks.release(entry.block)
-            if not entry.block.fixed:
+        block = entry.block
+        if block.owner == key:
+            self._blocks.release(block)
+            if not block.fixed:
                 self.bytes_resident -= entry.nbytes
 
     @contextmanager
@@ -400,19 +408,19 @@ class StoragePool:
         The conflict graph does not learn from it, and a key that found its slot taken goes back to
         it at the end, if it was released by then.
         """
-        homes = {key: entry.block for key, entry in self._entries.items() if entry.block.fixed}
-        before, self._observing = self._observing, False
-        try:
+        if (slots := self._slots) is None:
             yield
-        finally:
-            self._observing = before
-            for key, home in homes.items():
-                entry = self._entries.get(key)
-                away = entry is not None and entry.block is not home and key not in self._live
-                if entry is not None and away and home in self._slots:
-                    self._move(entry, home)
+            return
+        homes = {key: entry.block for key, entry in self._entries.items() if entry.block.fixed}
+        with slots.not_observing():
+            yield
+        for key, home in homes.items():
+            entry = self._entries.get(key)
+            away = entry is not None and entry.block is not home and not entry.is_live
+            if entry is not None and away and home in slots.blocks:
+                self._move(entry, home)
 
-    def _fall_back(self, entry: _Entry, epoch: int | None) -> None:
+    def _fall_back(self, entry: _Entry, epoch: int | None) -> MemoryBlock:
         if epoch is not None:
             raise StaleStorageError(
                 f"{entry.key!r} must come back to its slot, where autograd saved views of it, but "
@@ -420,6 +428,7 @@ class StoragePool:
                 "one. Call plan_slots() again between steps, or use mode='resize'"
             )
         self._move(entry, self._own_block(entry))
+        return entry.block
 
     def _own_block(self, entry: _Entry) -> MemoryBlock:
         return self._blocks.make(entry.nbytes, entry.released, fixed=False)
@@ -432,10 +441,6 @@ class StoragePool:
         entry.tensor = self._blocks.view(block, entry.numel, entry.dtype)
         entry.destination = self._blocks.view(block, entry.numel, entry.dtype)
         entry.epoch += 1
-
-    def _count(self, nbytes: int) -> None:
-        self.bytes_resident += nbytes
-        self.bytes_peak = max(self.bytes_peak, self.bytes_resident)
 
     def _keys_of(self, block: MemoryBlock) -> list[Key]:
         return [key for key, entry in self._entries.items() if entry.block is block]
@@ -460,46 +465,26 @@ class StoragePool:
             ValueError: the pool's mode is `"resize"`.
             RuntimeError: a live key holds a slot.
         """
-        if self.mode != "slots":
+        if (slots := self._slots) is None:
             raise ValueError("this pool's mode is 'resize': make it with mode='slots'")
-        held = [key for key in self.live_keys() if self._live[key].block.fixed]
-        if held:
-            raise RuntimeError(f"plan_slots while {held} are live in slots: release them first")
-        graph = {key: set(entry.conflicts) for key, entry in self._entries.items()}
-        for key, others in (conflicts or {}).items():
-            graph.setdefault(key, set()).update(others)
-        sizes = {key: one.nbytes for key, one in self._entries.items() if key not in self._live}
-        return self._rebuild(color_slots(sizes, graph, dedicated=dedicated))
-
-    def _rebuild(self, plans: Iterable[SlotPlan]) -> set[Key]:
-        """Move keys to their slots; a slot whose size and keys are unchanged stays as it is."""
-        kept = [(plan, self._slot_like(plan)) for plan in plans]
-        unused = set(self._slots) - {block for _, block in kept}
-        self.bytes_resident -= sum(block.nbytes for block in self._slots)
-        for block in unused:
-            self._blocks.discard(block)
-        target: dict[Key, MemoryBlock] = {}
-        self._slots = []
-        with nullcontext() if all(block for _, block in kept) else self._slot_context():
-            for plan, same in kept:
-                # Reads of a new slot while it is empty name the first of its keys.
-                released = self._entries[plan.keys[0]].released
-                self._slots.append(same or self._blocks.make(plan.nbytes, released, fixed=True))
-                target.update(dict.fromkeys(plan.keys, self._slots[-1]))
+        held = [entry.key for entry in self._entries.values() if entry.is_live]
+        fixed = [key for key in held if self._entries[key].block.fixed]
+        if fixed:
+            raise RuntimeError(f"plan_slots while {fixed} are live in slots: release them first")
+        sizes = {key: one.nbytes for key, one in self._entries.items() if key not in held}
+        # Reads of a new slot while it is empty name the first of its keys.
+        released = {key: entry.released for key, entry in self._entries.items()}
+        self.bytes_resident -= slots.nbytes
+        homes = slots.plan(sizes, conflicts or {}, released, dedicated=dedicated)
         moved = set()
         for key, entry in self._entries.items():
-            slot = target.get(key)
+            slot = homes.get(key)
             if slot is not entry.block and (slot is not None or entry.block.fixed):
                 self._move(entry, slot or self._own_block(entry))
                 moved.add(key)
-        self._count(sum(block.nbytes for block in self._slots))
+        self.bytes_resident += slots.nbytes
+        self.bytes_peak = max(self.bytes_peak, self.bytes_resident)
         return moved
-
-    def _slot_like(self, plan: SlotPlan) -> MemoryBlock | None:
-        """The slot there is for just these keys, if its size is right."""
-        block = self._entries[plan.keys[0]].block
-        same = block.nbytes == plan.nbytes and set(self._keys_of(block)) == set(plan.keys)
-        return block if block.fixed and same else None
 
     def describe(self) -> str:
         """A table: slots with their keys, keys with blocks of their own, bytes."""
@@ -507,12 +492,12 @@ class StoragePool:
             f"StoragePool({self.device}, {self.mode}): {self.bytes_resident} bytes resident, peak "
             f"{self.bytes_peak}"
         ]
-        for at, block in enumerate(self._slots):
+        for at, block in enumerate(self._slots.blocks if self._slots else ()):
             keys = self._keys_of(block)
             lines.append(f"  slot {at}: {block.nbytes} bytes, holds {block.owner!r}, for {keys}")
         for key, entry in self._entries.items():
             if not entry.block.fixed:
-                state = "live" if key in self._live else "released"
+                state = "live" if entry.is_live else "released"
                 lines.append(f"  own: {key!r} {entry.nbytes} bytes, {state}")
         return "\n".join(lines)
 

@@ -1,14 +1,22 @@
-"""Which unsharded units may share a slot: the colouring of a conflict graph. No torch.
+"""Slots: fixed memory that unsharded units share which are never live at the same time.
 
 Two keys conflict when both may be live at once. A colouring gives each key a slot such that keys in
 conflict never share one; the sum of the slots' sizes is what the pool holds for good.
+
+Note [Slots]
+    A slot costs no allocation, and a unit comes back to the same address each time, which CUDA
+    graphs and registered memory need. The price is that a plan has to know which units live
+    together, and that an order of use which it has not seen may find a slot taken. So slots are
+    chosen (`mode="slots"`), planned from what a whole step has shown, and a key that finds its slot
+    taken gets a block of its own until the next plan.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
-__all__ = ["SlotPlan", "color_slots"]
+__all__ = ["SlotPlan", "Slots", "color_slots"]
 
 Key: TypeAlias = Hashable
 ConflictGraph: TypeAlias = dict[Key, set[Key]]
@@ -20,6 +28,102 @@ class SlotPlan:
 
     nbytes: int
     keys: tuple[Key, ...]
+
+
+class _Block(Protocol):
+    """Memory of one slot."""
+
+    nbytes: int
+
+
+BlockT = TypeVar("BlockT", bound=_Block)
+
+
+class Slots(Generic[BlockT]):
+    """The slots of one pool, and which of its keys were seen live together.
+
+    `make` makes one, from its bytes and the message for reads of it while it is empty, and
+    `discard` frees it. `context` is entered once around the allocation of all new slots of a plan.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int, str], BlockT],
+        discard: Callable[[BlockT], None],
+        context: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self.blocks: list[BlockT] = []
+        """The slots that there are."""
+        self._make, self._discard = make, discard
+        self._context = context
+        self._conflicts: ConflictGraph = {}
+        self._homes: dict[Key, BlockT] = {}
+        self._observing = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def observe(self, key: Key, live: Iterable[Key]) -> None:
+        """A key comes to life beside those that live."""
+        for other in live if self._observing else ():
+            self._conflicts.setdefault(key, set()).add(other)
+            self._conflicts.setdefault(other, set()).add(key)
+
+    @contextmanager
+    def not_observing(self) -> Iterator[None]:
+        """Keys may be live together in here as in no step."""
+        before, self._observing = self._observing, False
+        try:
+            yield
+        finally:
+            self._observing = before
+
+    def forget(self, key: Key) -> None:
+        """A key is no longer the pool's."""
+        self._conflicts.pop(key, None)
+        self._homes.pop(key, None)
+        for others in self._conflicts.values():
+            others.discard(key)
+
+    def plan(
+        self,
+        sizes: Mapping[Key, int],
+        conflicts: Mapping[Key, Iterable[Key]],
+        released: Mapping[Key, str],
+        *,
+        dedicated: bool,
+    ) -> dict[Key, BlockT]:
+        """Make slots for keys of these sizes, in bytes: the slot of each key that has one.
+
+        Conflicts that were observed count beside those given. A slot whose size and keys are
+        unchanged stays as it is. `released` are messages for reads of an empty slot.
+        """
+        graph = {key: set(others) for key, others in self._conflicts.items()}
+        for key, others in conflicts.items():
+            graph.setdefault(key, set()).update(others)
+        plans = color_slots(sizes, graph, dedicated=dedicated)
+        kept = [(plan, self._slot_like(plan)) for plan in plans]
+        unchanged = [block for _, block in kept if block is not None]
+        for block in self.blocks:
+            if block not in unchanged:
+                self._discard(block)
+        self.blocks, self._homes = [], {}
+        with nullcontext() if all(block for _, block in kept) else self._context():
+            for plan, same in kept:
+                block = same or self._make(plan.nbytes, released[plan.keys[0]])
+                self.blocks.append(block)
+                self._homes.update(dict.fromkeys(plan.keys, block))
+        return self._homes
+
+    def _slot_like(self, plan: SlotPlan) -> BlockT | None:
+        """The slot there is for just these keys, if its size is right."""
+        block = self._homes.get(plan.keys[0])
+        if block is None or block.nbytes != plan.nbytes:
+            return None
+        keys = {key for key, home in self._homes.items() if home is block}
+        return block if keys == set(plan.keys) else None
 
 
 def color_slots(

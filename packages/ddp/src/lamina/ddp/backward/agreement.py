@@ -23,9 +23,10 @@ from lamina.collectives.engine import (
     host_device,
 )
 from lamina.ddp.compat import foreach_norm
+from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.parameters.facts import digest_of
-from lamina.mesh.engine import GroupRef
+from lamina.ddp.parameters.facts import StepFacts, common_facts_of, digest_of
+from lamina.mesh.engine import GroupRef, MeshAxis
 
 __all__ = [
     "BadGradients",
@@ -33,6 +34,7 @@ __all__ = [
     "LargeGradientError",
     "NonFiniteGradientError",
     "ProducedFlags",
+    "Settlement",
 ]
 
 
@@ -149,6 +151,7 @@ class ProducedFlags:
         common: CommonFacts | None = None,
     ) -> None:
         self._groups, self._common = groups, common
+        self._gradients = [group.trained for group in groups]
         several = [group for group in over if group is not None]
         self._over = [GroupRef(group) for group in several]
         self._device = host_device(several, groups[0].device) if several else None
@@ -165,7 +168,7 @@ class ProducedFlags:
         written = {} if self._common is None else self._written()
         if not self._over:
             return bad
-        own = _Flags([group.trained.produced_gradient for group in self._groups], bad.kind)
+        own = _Flags([each.produced_gradient for each in self._gradients], bad.kind)
         # Of the facts' dtype, so that the backend can reduce both at once (see `SmallReduction`).
         shared = [torch.tensor(own.words, dtype=torch.int64, device=self._device)]
         step = step or Agreement(())
@@ -180,8 +183,8 @@ class ProducedFlags:
             self._common.require(step)  # of two differences a step left out is the cause
             self._refuse_lone_writes(self._common, written)
         merged = own.read(shared[0].tolist())
-        for group, produced in zip(self._groups, merged.produced, strict=True):
-            group.trained.mark_produced(produced)
+        for gradients, produced in zip(self._gradients, merged.produced, strict=True):
+            gradients.mark_produced(produced)
         texts = [bad.text]
         if merged.kind and self._common is not None:
             texts = self._common.said(bad.text)
@@ -193,8 +196,8 @@ class ProducedFlags:
         for group in self._groups:
             group.look_for_writes()
             if group.writes.uncompared:
-                found, group.writes.uncompared = sorted(group.writes.uncompared.items()), {}
-                for (index, computed), times in found:
+                taken = sorted(group.writes.take_uncompared().items())
+                for (index, computed), times in taken:
                     written[group.refs[index].name, computed] = times if group.writes.whole else 1
         return written
 
@@ -238,5 +241,40 @@ def _value(group: ParameterGroup, index: int) -> int | None:
         return None
     start, stop = group.spans[index]
     kept = digest_of(group.main_weights.data[start:stop])
-    used = digest_of(group.compute_parameters[index].detach().reshape(-1), 3)
+    used = digest_of(group.refs[index].parameter.detach().reshape(-1), 3)
     return int(kept + used)
+
+
+class Settlement:
+    """The end of a step's last backward: what ranks agree on then, for all groups of a model.
+
+    See `GradientChecks` for `finite` and `limit`. Free memory of `scratch` is given back then.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        scratch: ScratchBuffers,
+        finite: bool,
+        limit: float | None,
+    ) -> None:
+        self._groups, self._scratch = groups, scratch
+        self._checks = GradientChecks(finite, limit)
+        self.note, self.forget = self._checks.note, self._checks.forget
+        self._step_facts = StepFacts()
+        self._by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
+        self._flags: dict[tuple[MeshAxis, MeshAxis], ProducedFlags] = {}
+        for group in groups:
+            self._by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
+
+    def settle(self) -> None:
+        """Agree on who has a gradient, and refuse what any rank has found; collective."""
+        step, bad, worst = self._step_facts.of(self._groups), self._checks.look(), BadGradients()
+        for key, groups in self._by_axes.items():
+            if key not in self._flags:
+                axes, device = groups[0].axes, groups[0].device
+                common = common_facts_of("at the end of a backward", axes, device)
+                self._flags[key] = ProducedFlags(groups, axes.groups("reduce"), common)
+            worst = max(worst, self._flags[key].agree(step, bad))
+        worst.refuse()
+        self._scratch.clear()

@@ -281,10 +281,10 @@ def hook_gradients(group: ParameterGroup, number: int, reducer: TakesGradients) 
     nodes = []
     for index, (ref, main) in enumerate(zip(group.refs, group.main_parameters, strict=True)):
         nodes.append(_hook(ref.parameter, known, number, index))
-        group.user_hooks.take(ref.parameter, index)
+        group.shown.hooks.take(ref.parameter, index)
         if main is not ref.parameter:
             nodes.append(_hook(main, known, number, index))
-            group.user_hooks.take(main, index)
+            group.shown.hooks.take(main, index)
             main.__dict__[_LEAF] = GradientSink(group, index)
         ref.parameter.__dict__[_SINK] = GradientSink(group, index)
     return nodes

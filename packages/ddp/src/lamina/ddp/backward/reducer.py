@@ -19,8 +19,7 @@ import torch
 from lamina.buffers import ShardedTensor
 from lamina.collectives import Handle
 from lamina.collectives.engine import Serving
-from lamina.ddp.backward.agreement import BadGradients, GradientChecks, ProducedFlags
-from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
+from lamina.ddp.backward.agreement import Settlement
 from lamina.ddp.backward.gradient_hooks import (
     NO_STREAM,
     BackwardStream,
@@ -30,9 +29,7 @@ from lamina.ddp.compat import queue_callback, will_execute
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.parameters.facts import StepFacts, common_facts_of
 from lamina.ddp.parameters.strategy import Cadence
-from lamina.mesh.engine import MeshAxis
 
 __all__ = [
     "BackwardEnd",
@@ -78,6 +75,198 @@ class BackwardListener(Protocol):
         ...
 
 
+class ReductionQueue:
+    """Reductions in one order on all ranks, and those of them that are under way.
+
+    The arguments are those of `GradientReducer`. `started` is called with a group before its
+    reduction begins, and `done` when users' hooks are to see its final gradients.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        *,
+        order: Order,
+        overlap: bool,
+        max_in_flight: int,
+        max_bytes_in_flight: int | None,
+        max_bytes_held: int | None,
+        started: Callable[[ParameterGroup], None],
+        done: Callable[[int], None],
+    ) -> None:
+        self._groups = groups
+        self._gradients = [group.trained for group in groups]
+        self.order = order
+        self.is_final = True
+        """Whether the current microbatch is the step's last."""
+        self.max_bytes_in_flight = max_bytes_in_flight
+        self._max_bytes_held = max_bytes_held
+        for gradients in () if max_bytes_held is None else self._gradients:
+            gradients.tell_before_buffers(self._make_room)
+        self._overlap = overlap
+        self._max_in_flight = max(1, max_in_flight)
+        self._started, self._done = started, done
+        self.closed: set[int] = set()
+        """Numbers of groups whose gradients are complete."""
+        self._turns: deque[int] = deque()  # what `Order.STATIC` has still to issue, in its order
+        self._in_flight: deque[tuple[Iterator[Handle], Handle, int, int]] = deque()
+        self._stream: BackwardStream | None = None
+
+    def follow(self, stream: BackwardStream) -> None:
+        """Say which stream the backwards run on that reductions are a part of."""
+        self._stream = stream
+
+    def expect_final(self, final: bool) -> None:
+        """Say whether the current microbatch is the step's last."""
+        self.is_final = final
+
+    def reduces(self, number: int) -> bool:
+        """Whether a group's gradients of the current microbatch go over the wire."""
+        return self.is_final or self._gradients[number].cadence is Cadence.EVERY_MICROBATCH
+
+    def open(self) -> None:
+        """No group is complete yet, and nothing is under way."""
+        self._in_flight.clear()
+        self.closed.clear()
+        if self.order is Order.STATIC:
+            self._turns = deque(filter(self.reduces, range(len(self._groups))))
+
+    def close(self, number: int) -> None:
+        """A group is complete: reduce it when its turn comes."""
+        if number in self.closed or not self.reduces(number):
+            return
+        self.closed.add(number)
+        if self.order is Order.AS_CLOSED:
+            self.issue(number)
+            return
+        while self._turns and self._turns[0] in self.closed:
+            self.issue(self._turns.popleft())
+
+    def issue(self, number: int) -> None:
+        """Begin a group's reduction, once there is room for it on the wire."""
+        group, gradients = self._groups[number], self._gradients[number]
+        self._started(group)
+        # Older ones are waited for first: each holds a gradient buffer until it has ended.
+        leave = self._max_in_flight - 1
+        if self.max_bytes_in_flight is not None:
+            leave = self._room_for(gradients.wire_bytes, self.max_bytes_in_flight)
+        if len(self._in_flight) > leave:
+            self.drain(leave)
+        # See Note [Reductions are generators]: this runs up to the first collective.
+        steps = gradients.reduce(self.is_final)
+        with Serving(group.weights.title):
+            handle = next(steps, None)
+        if handle is not None:
+            self._in_flight.append((steps, handle, gradients.wire_bytes, number))
+        elif self.is_final and group.shown.hooks.exist:  # one rank alone waits for nothing
+            self._done(number)
+        if not self._overlap:
+            self.drain(0)
+
+    def _room_for(self, nbytes: int, limit: int) -> int:
+        """How many of the newest reductions may go on beside another one, within `limit` bytes."""
+        left, count = limit - nbytes, 0
+        for *_, nbytes_before, _ in reversed(self._in_flight):
+            left -= nbytes_before
+            if left < 0:
+                break
+            count += 1
+        return count
+
+    def _make_room(self, nbytes: int) -> None:
+        """Wait for the oldest reductions, so that a buffer can be filled beside the others.
+
+        Note [Two units' gradients]
+            A unit's reduction has the whole backward of the next unit to hide under. When the unit
+            after that one brings its first gradient, the reduction is waited for and its buffer is
+            filled again. So two units' gradients are held at once, and not a third one's. Ranks
+            whose unused parameters differ come to a first gradient at different points of their
+            backwards. So only reductions whose end begins no further collective are ended here. A
+            sum over two axes does, and so may the hook of `set_all_reduce_hook`. See
+            docs/decisions/0428.
+        """
+        total = nbytes
+        for flight in self._in_flight:
+            total += flight[2]
+        while self._in_flight and total > (self._max_bytes_held or 0):
+            *_, oldest, number = self._in_flight[0]
+            stream = self._stream
+            elsewhere = stream is not None and stream.stream is not None and not stream.is_current
+            if elsewhere or not self._gradients[number].ends_alone:
+                return
+            self.drain(len(self._in_flight) - 1)
+            total -= oldest
+
+    def drain(self, leave: int) -> None:
+        """Wait for the oldest reductions, until so many are left under way."""
+        while len(self._in_flight) > leave:
+            steps, handle, _, number = self._in_flight.popleft()
+            group = self._groups[number]
+            handle.wait()
+            with Serving(group.weights.title):
+                for further in steps:
+                    further.wait()
+            if self.is_final and group.shown.hooks.exist:
+                self._done(number)
+
+    def abandon(self) -> None:
+        """The backward has raised: what is under way ends, and nobody reads it."""
+        for _, handle, *_ in self._in_flight:
+            handle.wait()
+        self._in_flight.clear()
+
+
+class _HookCalls:
+    """Users' hooks on parameters: which have been called in the backward at hand."""
+
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
+        self._groups = groups
+        self._called: dict[int, set[int]] = {}  # by number of the group
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._called.clear()
+
+    def call(self, number: int) -> None:
+        """A group's gradients are final: call users' hooks, and free what these have dropped.
+
+        A parameter without a gradient on this rank may have one on another. Nobody knows before the
+        end of the backward, so its hooks are called there.
+        """
+        group = self._groups[number]
+        called = self._called.setdefault(number, set())
+        if called:
+            raise RuntimeError(
+                f"a gradient came to {group.refs[min(called)].name} or its neighbours after their "
+                "hooks were called with the final one: use torch.utils.checkpoint with "
+                "use_reentrant=False, or let an optimizer step after the backward"
+            )
+        group.shown.show()
+        group.call_user_hooks(called)
+        group.trained.forget_squares()
+        if len(called) == len(group.refs):
+            group.release_zeroed_gradients()
+
+    def note_produced(self) -> None:
+        """A parameter whose hooks were called got a gradient, whatever they have dropped."""
+        for number, called in self._called.items():
+            gradients = self._groups[number].trained
+            produced = gradients.produced_gradient
+            gradients.mark_produced([flag or i in called for i, flag in enumerate(produced)])
+
+    def call_late(self) -> None:
+        """All ranks know by now which parameters have a gradient, from this rank or from others."""
+        for number, called in self._called.items():
+            group, gradients = self._groups[number], self._groups[number].trained
+            for index, produced in enumerate(gradients.produced_gradient):
+                if produced and index not in called:
+                    group.shown.show_one(index)
+            group.call_user_hooks(called)
+            gradients.forget_squares()
+            gradients.mark_produced([main.grad is not None for main in group.main_parameters])
+            group.release_zeroed_gradients()
+
+
 class GradientReducer:
     """Sums the gradients of groups over ranks while backward goes on.
 
@@ -113,39 +302,34 @@ class GradientReducer:
         largest: float | None = None,
     ) -> None:
         self.groups = tuple(groups)
-        self.max_bytes_in_flight = max_bytes_in_flight
-        self._max_bytes_held = max_bytes_held
         self._gradients = [group.trained for group in self.groups]
-        for gradients in () if max_bytes_held is None else self._gradients:
-            gradients.tell_before_buffers(self._make_room)
         self._numbers = {id(group): number for number, group in enumerate(self.groups)}
-        self._scratch = scratch
-        self._order = order
-        self._overlap = overlap
-        self._max_in_flight = max(1, max_in_flight)
-        self._close_when_complete = close_when_complete
-        self._checks = GradientChecks(check_finite, largest)
+        self._settlement = Settlement(self.groups, scratch, check_finite, largest)
+        self._hooks = _HookCalls(self.groups)
+        self._queue = ReductionQueue(
+            self.groups,
+            order=order,
+            overlap=overlap,
+            max_in_flight=max_in_flight,
+            max_bytes_in_flight=max_bytes_in_flight,
+            max_bytes_held=max_bytes_held,
+            started=self._settlement.note,
+            done=self._hooks.call,
+        )
         self._listener: weakref.ref[BackwardListener] | None = None
         self._phase = ReducerPhase.IDLE
-        self.is_final = True
-        """Whether the current microbatch is the step's last."""
-        self._step_facts = StepFacts()
         self._is_waiting = False  # a last reduction is still to come; the same on all ranks
         self._end = BackwardEnd()
         self._stream = BackwardStream(groups[0].device if groups else torch.device("cpu"))
-        self._arrived: list[set[int]] = [set() for _ in self.groups]
-        self._closed: set[int] = set()  # numbers of groups whose gradients are complete
-        self._turns: deque[int] = deque()  # what `Order.STATIC` has still to issue, in its order
-        self._in_flight: deque[tuple[Iterator[Handle], Handle, int, ParameterGroup]] = deque()
-        self._by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
-        self._produced: dict[tuple[MeshAxis, MeshAxis], ProducedFlags] = {}
-        for group in self.groups:
-            self._by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
+        self._queue.follow(self._stream)
         self._leaves = [hook_gradients(each, at, self) for at, each in enumerate(self.groups)]
-        # Of the backward at hand: how many leaves it has come to, and who waits for the rest.
+        # Of the backward at hand: how many leaves of each group it has come to, which groups wait
+        # for the rest, and (if groups close when complete) which parameters got a gradient.
         self._reached = [0] * len(self.groups)
         self._closing: set[int] = set()
-        self._hooks_called: dict[int, set[int]] = {}  # in the backward at hand, by group
+        self._arrived: list[set[int]] | None = None
+        if close_when_complete:
+            self._arrived = [set() for _ in self.groups]
 
     def tell(self, listener: BackwardListener) -> None:
         """Have `listener` (held weakly) told when a backward begins and ends."""
@@ -156,9 +340,19 @@ class GradientReducer:
 
     # -- which microbatch it is ---------------------------------------------------------------
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the current microbatch is the step's last."""
+        return self._queue.is_final
+
+    @property
+    def max_bytes_in_flight(self) -> int | None:
+        """Bytes of gradient buffers under way; None counts reductions."""
+        return self._queue.max_bytes_in_flight
+
     def expect_final(self, final: bool) -> None:
         """Say whether backwards from here on are each a step's last microbatch."""
-        self.is_final = final
+        self._queue.expect_final(final)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside are not the step's last microbatch."""
@@ -166,15 +360,12 @@ class GradientReducer:
 
     @contextmanager
     def _expecting(self, final: bool) -> Iterator[None]:
-        before, self.is_final = self.is_final, final
+        before = self._queue.is_final
+        self._queue.expect_final(final)
         try:
             yield
         finally:
-            self.is_final = before
-
-    def _reduces(self, number: int) -> bool:
-        """Whether a group's gradients of the current microbatch go over the wire."""
-        return self.is_final or self._gradients[number].cadence is Cadence.EVERY_MICROBATCH
+            self._queue.expect_final(before)
 
     def reduce_once_per_step(self, once: bool) -> None:
         """Sum gradients over the inner axis in final backwards only, or as each group's strategy.
@@ -228,29 +419,32 @@ class GradientReducer:
         """
         if self._phase is ReducerPhase.BACKWARD:
             if self._end.queued() is not None:
-                return
+                return  # this one has begun: see Note [Who ends a backward]
             self.abandon_backward()  # another one raised, and this one's forward is old
         if self._phase is ReducerPhase.SYNCING:
             raise RuntimeError(
                 "a backward began between start_grad_sync() and finish_grad_sync(): gradients are "
                 "on their way from the buffers it would write to; call finish_grad_sync() first"
             )
+        # The engine may refuse it, so nothing of the last backward is forgotten before.
         self._stream.begin()
         if (listener := self._told()) is not None:
             listener.backward_begins()
-        self._in_flight.clear()
-        for arrived in self._arrived:
+        for arrived in self._arrived or ():
             arrived.clear()
         self._reached = [0] * len(self.groups)
         self._closing.clear()
-        self._hooks_called.clear()
-        self._open_all()
+        self._hooks.begin()
+        self._queue.open()
+        last = self._queue.is_final
+        # What the user has done to `.grad` since counts before anything is added to it.
         for group in self.groups:
-            follow_user(group)
+            group.shown.follow_user()
         for group, gradients in zip(self.groups, self._gradients, strict=True):
-            if gradients.state is GradientState.FINALIZED and holds_zeros(group):
+            if gradients.state is GradientState.FINALIZED and group.shown.holds_zeros:
                 gradients.mark_zeroed()
-            gradients.begin_backward(self.is_final)
+            gradients.enter_backward(last)
+        # Last of all: whatever raised above has begun no backward.
         self._phase = ReducerPhase.BACKWARD
         self._end.queue(self._end_backward)
 
@@ -261,10 +455,12 @@ class GradientReducer:
         outside its unit). That of a whole parameter is summed over ranks. One of this rank's span
         is the mean of all ranks' gradients there; see `GroupGradients.accumulate_span`.
         """
+        # Of a parameter that the loss reads beside all outputs (a penalty), this comes first.
         if self._phase is not ReducerPhase.BACKWARD or self._end.queued() is None:
             self._begin_by(number)
         group, gradients = self.groups[number], self._gradients[number]
         with NO_STREAM if self._stream.stream is None else self._stream.entered(gradient):
+            # That of a span is kept beside the buffer; a whole one is added where it is sent from.
             if isinstance(gradient, ShardedTensor):
                 gradients.accumulate_span(index, gradient, group.ranks_of_spans)
             elif gradient is not None:
@@ -274,8 +470,9 @@ class GradientReducer:
                         "flat buffers hold strided gradients only: make it with sparse=False"
                     )
                 gradients.accumulate(index, gradient)
+            # A group that waits for its last leaf goes on its way with it.
             self._reached[number] += 1
-            if self._close_when_complete and (gradient is not None or index in gradients.by_layers):
+            if self._arrived is not None and (gradient is not None or index in gradients.by_layers):
                 arrived = self._arrived[number]
                 arrived.add(index)
                 if len(arrived) == len(group.refs):
@@ -301,16 +498,15 @@ class GradientReducer:
 
     def abandon_if_raised(self) -> None:
         """Drop what a backward has left that raised; one that runs, in any thread, goes on."""
-        if self.in_backward and not self._end.will_come:  # see Note [Who ends a backward]
+        ended = self._end.queued() is None  # see Note [Who ends a backward]
+        if self._phase is ReducerPhase.BACKWARD and ended:
             self.abandon_backward()
 
     def abandon_backward(self) -> None:
         """A backward died half-way: drop what it left, unless that is mixed with earlier ones'."""
         self._phase = ReducerPhase.IDLE
-        for _, handle, *_ in self._in_flight:
-            handle.wait()
-        self._in_flight.clear()
-        self._checks.forget()
+        self._queue.abandon()
+        self._settlement.forget()
         for gradients in self._gradients:
             gradients.abandon_backward()
         if (listener := self._told()) is not None:
@@ -321,6 +517,7 @@ class GradientReducer:
         listener, raised = self._told(), True
         with NO_STREAM if self._stream.stream is None else self._stream.entered(None):
             try:
+                # Units that autograd has not left yet are complete now, so all groups close.
                 if listener is not None:
                     listener.backward_ends()
                 self._reduce_what_is_left()
@@ -336,49 +533,39 @@ class GradientReducer:
             self._stream.end()
 
     def _reduce_what_is_left(self) -> None:
-        reduced = list(filter(self._reduces, range(len(self.groups))))
+        queue, final = self._queue, self._queue.is_final
+        reduced = list(filter(queue.reduces, range(len(self.groups))))
         for number in reduced:
             gradients = self._gradients[number]
             # A group that no unit closed still takes part where the order is static, and
             # where an earlier microbatch left a sum that only the last one completes.
-            unfinished = self.is_final and gradients.state is GradientState.PARTIAL
-            if self._order is Order.STATIC or gradients.has_local or unfinished:
-                self._close(number)
-            if number not in self._closed:
-                gradients.skip(self.is_final)
-        self._drain(0)
+            unfinished = final and gradients.state is GradientState.PARTIAL
+            if queue.order is Order.STATIC or gradients.has_local or unfinished:
+                queue.close(number)
+            if number not in queue.closed:
+                gradients.skip(final)
+        queue.drain(0)
         # What reached a group after it was closed (reentrant recomputation can come back to a
         # unit without notice) was summed by no collective yet.
         for number in reduced:
             if self._gradients[number].has_local:
-                self._issue(number)
-        self._drain(0)
+                queue.issue(number)
+        queue.drain(0)
 
     def _settle(self) -> None:
         """After all reductions: agree on who has a gradient, and show it."""
-        self._is_waiting = not self.is_final
-        if self.is_final:
-            for number, called in self._hooks_called.items():
-                produced = self._gradients[number].produced_gradient
-                self._gradients[number].mark_produced(
-                    [flag or index in called for index, flag in enumerate(produced)]
-                )
-            step, bad, told = self._step_facts.of(self.groups), self._checks.look(), BadGradients()
-            for key, groups in self._by_axes.items():
-                if key not in self._produced:
-                    axes, device = groups[0].axes, groups[0].device
-                    common = common_facts_of("at the end of a backward", axes, device)
-                    self._produced[key] = ProducedFlags(groups, axes.groups("reduce"), common)
-                told = max(told, self._produced[key].agree(step, bad))
-            told.refuse()
-            self._call_late_hooks()
-            self._scratch.clear()
-        self._show(final=self.is_final)
+        final = self._queue.is_final
+        self._is_waiting = not final
+        if final:
+            self._hooks.note_produced()
+            self._settlement.settle()
+            self._hooks.call_late()
+        self._show(final=final)
 
     def _show(self, *, final: bool) -> None:
         for group in self.groups:
-            group.show_gradients(final=final)
-            group.note_reduced()
+            group.shown.show(final=final)
+            group.shown.note()
 
     # -- between backwards --------------------------------------------------------------------
 
@@ -387,12 +574,12 @@ class GradientReducer:
         if not self._is_waiting or self._phase is ReducerPhase.SYNCING:
             return
         for group in self.groups:
-            follow_user(group)
+            group.shown.follow_user()
         self._phase = ReducerPhase.SYNCING
         with self._expecting(True):
-            self._open_all()
+            self._queue.open()
             for number in range(len(self.groups)):
-                self._close(number)
+                self._queue.close(number)
 
     def finish(self) -> None:
         """Finish what `start` issues, and show the gradients; nothing where all are final."""
@@ -401,7 +588,7 @@ class GradientReducer:
             return
         self._phase = ReducerPhase.IDLE
         with self._expecting(True):
-            self._drain(0)
+            self._queue.drain(0)
             self._settle()
 
     def scale(self, factor: float) -> None:
@@ -409,9 +596,9 @@ class GradientReducer:
         if self._phase is ReducerPhase.SYNCING:
             self.finish()
         for group, gradients in zip(self.groups, self._gradients, strict=True):
-            follow_user(group)
+            group.shown.follow_user()
             gradients.scale(factor)
-            group.note_reduced()
+            group.shown.note()
 
     # -- the order of reductions --------------------------------------------------------------
 
@@ -429,118 +616,7 @@ class GradientReducer:
         if self._reached[number] < expected:
             self._closing.add(number)
         else:
-            self._close(number)
-
-    def _open_all(self) -> None:
-        self._closed.clear()
-        if self._order is Order.STATIC:
-            self._turns = deque(filter(self._reduces, range(len(self.groups))))
-
-    def _close(self, number: int) -> None:
-        if number in self._closed or not self._reduces(number):
-            return
-        self._closed.add(number)
-        if self._order is Order.AS_CLOSED:
-            self._issue(number)
-            return
-        while self._turns and self._turns[0] in self._closed:
-            self._issue(self._turns.popleft())
-
-    def _issue(self, number: int) -> None:
-        group, gradients = self.groups[number], self._gradients[number]
-        self._checks.note(group)
-        leave = self._max_in_flight - 1
-        if self.max_bytes_in_flight is not None:
-            leave = self._room_for(gradients.wire_bytes, self.max_bytes_in_flight)
-        if len(self._in_flight) > leave:
-            self._drain(leave)
-        steps = gradients.reduce(self.is_final)
-        with Serving(group.weights.title):
-            handle = next(steps, None)
-        if handle is not None:
-            self._in_flight.append((steps, handle, gradients.wire_bytes, group))
-        elif group.has_user_hooks:  # one rank alone may have nothing to wait for
-            self._call_hooks(group)
-        if not self._overlap:
-            self._drain(0)
-
-    def _room_for(self, nbytes: int, limit: int) -> int:
-        """How many of the newest reductions may go on beside another one, within `limit` bytes."""
-        left, count = limit - nbytes, 0
-        for *_, held, _ in reversed(self._in_flight):
-            left -= held
-            if left < 0:
-                break
-            count += 1
-        return count
-
-    def _make_room(self, nbytes: int) -> None:
-        """Wait for the oldest reductions, so that a buffer can be filled beside the others.
-
-        Note [Two units' gradients]
-            A unit's reduction has the whole backward of the next unit to hide under. When the unit
-            after that one brings its first gradient, the reduction is waited for and its buffer is
-            filled again. So two units' gradients are held at once, and not a third one's. Ranks
-            whose unused parameters differ come to a first gradient at different points of their
-            backwards. So only reductions whose end begins no further collective are ended here. A
-            sum over two axes does, and so may the hook of `set_all_reduce_hook`. See
-            docs/decisions/0428.
-        """
-        held = nbytes
-        for flight in self._in_flight:
-            held += flight[2]
-        while self._in_flight and held > (self._max_bytes_held or 0):
-            *_, oldest, group = self._in_flight[0]
-            elsewhere = self._stream.stream is not None and not self._stream.is_current
-            if elsewhere or not group.trained.ends_alone:
-                return
-            self._drain(len(self._in_flight) - 1)
-            held -= oldest
-
-    def _drain(self, leave: int) -> None:
-        while len(self._in_flight) > leave:
-            steps, handle, _, group = self._in_flight.popleft()
-            handle.wait()
-            with Serving(group.weights.title):
-                for further in steps:
-                    further.wait()
-            if group.has_user_hooks:
-                self._call_hooks(group)
-
-    def _call_hooks(self, group: ParameterGroup) -> None:
-        """A group's gradients are summed: call users' hooks, and free what these have dropped.
-
-        A parameter without a gradient on this rank may have one on another. Nobody knows before the
-        end of the backward, so its hooks are called there.
-        """
-        if not self.is_final:
-            return
-        gradients = group.trained
-        called = self._hooks_called.setdefault(self._numbers[id(group)], set())
-        if called:
-            raise RuntimeError(
-                f"a gradient came to {group.refs[min(called)].name} or its neighbours after their "
-                "hooks were called with the final one: use torch.utils.checkpoint with "
-                "use_reentrant=False, or let an optimizer step after the backward"
-            )
-        group.show_gradients()
-        group.call_user_hooks(called)
-        gradients.forget_squares()
-        if len(called) == len(group.refs):
-            group.release_zeroed_gradients()
-
-    def _call_late_hooks(self) -> None:
-        """All ranks know by now which parameters have a gradient, from this rank or from others."""
-        for number, called in self._hooks_called.items():
-            group, gradients = self.groups[number], self._gradients[number]
-            mains = group.main_parameters
-            for index, produced in enumerate(gradients.produced_gradient):
-                if produced and index not in called:
-                    mains[index].grad = group.gradient_views[index]
-            group.call_user_hooks(called)
-            gradients.forget_squares()
-            gradients.mark_produced([main.grad is not None for main in mains])
-            group.release_zeroed_gradients()
+            self._queue.close(number)
 
 
 class BackwardEnd:

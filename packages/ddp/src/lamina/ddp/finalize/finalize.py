@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lamina.collectives.engine import all_reduce_small, broadcast
-from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
 from lamina.ddp.finalize.role_sums import (
     GroupGradient,
     PlainGradient,
@@ -87,18 +86,18 @@ def finalize_grads(
         group for stage in stages for group in groups_of(stage) if group.gradients is not None
     ]
     for group in groups:
-        follow_user(group)
+        group.shown.follow_user()
         role = group.refs[0].role
         sums = num_tokens is not None or role.tied is not None or is_summed_over_tp(role, mesh)
         finalized = group.trained.state is GradientState.FINALIZED
-        if finalized and sums and not holds_zeros(group):
+        if finalized and sums and not group.shown.holds_zeros:
             raise _called_twice("finalize_grads", group.refs[0].name)
     gradients = [GroupGradient(group) for group in groups]
     sum_over_tp(gradients, mesh)
     sum_tied(gradients, mesh)
     for group in groups:
         if group.refs[0].role.tp_grad is not None or group.refs[0].role.tied is not None:
-            group.show_gradients()
+            group.shown.show()
     _finalize_submodules(stages, mesh)
     if num_tokens is not None:
         _divide_by_tokens(groups, mesh, num_tokens)

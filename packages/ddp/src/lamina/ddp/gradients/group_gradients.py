@@ -175,7 +175,7 @@ class GroupGradients:
 
     # -- a backward ---------------------------------------------------------------------------
 
-    def begin_backward(self, last: bool) -> None:
+    def enter_backward(self, last: bool) -> None:
         """A backward begins; `last` is whether it is the step's last one."""
         self.by_layers.clear()
         self._is_last = last
@@ -315,7 +315,7 @@ class GroupGradients:
         """Put zeros where main grads hold nothing yet: somebody may look at them early.
 
         Negative ones where gradients are kept apart; see Note [Zeros that tell zeroing] in
-        `lamina.ddp.backward.grad_attribute`.
+        `lamina.ddp.group.shown`.
         """
         if not self.is_kept_apart:
             for index, written in enumerate(self._in_local if self.has_local else ()):

@@ -7,21 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate, ShardedTensor
-from lamina.buffers.engine import Placement, SpanSpec
-from lamina.collectives.engine import SpanGroups, broadcast, open_window
+from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate
+from lamina.buffers.engine import Placement
+from lamina.collectives.engine import broadcast, open_window
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
-from lamina.ddp.gradients.sums import Squares
-from lamina.ddp.group.user_hooks import UserHooks
-from lamina.ddp.group.weights import Weights, WholeWeights, Writes, shares_storage
+from lamina.ddp.group.shown import MainParameters, ShownGradients
+from lamina.ddp.group.weights import IN_USE, Weights, WholeWeights, Writes
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.dtypes import GroupDtypes
 from lamina.ddp.parameters.facts import OptimizerAgreement
 from lamina.ddp.parameters.parameters import ParameterRef, read_parameters, spec_of
 from lamina.ddp.parameters.strategy import Cadence, Strategy
-from lamina.mesh.engine import copy_role
 
 __all__ = [
     "GroupSettings",
@@ -29,8 +27,6 @@ __all__ = [
     "plan_layout",
     "refuse_changed",
 ]
-
-_ADDRESS = torch.Tensor.data_ptr
 
 WeightsFactory = Callable[[FlatBuffer, DataParallelAxes], Weights]
 """Makes the weights of a group from the buffer that a rank keeps, and the axes."""
@@ -101,8 +97,9 @@ class ParameterGroup:
     parameters"). `main_parameters` are what the optimizer updates: the same objects where main
     weights are the whole model weights, else new parameters over this rank's span.
 
-    `refs` are materialised, on `device`, in order of registration. `factory` makes the weights
-    (whole, or gathered by units).
+    `refs` are materialised, on one device, in order of registration. `factory` makes the weights
+    (whole, or gathered by units). Three objects hold what changes: `weights` where the whole
+    weights are, `gradients` what was accumulated and summed, `shown` what `.grad` shows of it.
     """
 
     def __init__(
@@ -115,73 +112,69 @@ class ParameterGroup:
         factory: WeightsFactory = WholeWeights,
     ) -> None:
         self.refs = tuple(refs)
-        self.compute_parameters = [ref.parameter for ref in self.refs]
-        """The user's parameters: views of the whole weights."""
         self.axes = axes.ranks_inside()
         self.dtypes = dtypes
         self.settings = settings
-        self.requires_grad = self.refs[0].parameter.requires_grad
-        self.given_dtype = self.refs[0].parameter.dtype
-        """Of the parameters as the user made them."""
-        self.has_optimizer = False
-        """Whether somebody steps the main parameters, as far as this package knows."""
+        self.layout = plan_layout(self.refs, axes, settings)
         self.optimizers: list[OptimizerAgreement] = []
         """What the optimizers of the main parameters must have in common on all ranks."""
-        self.shows_on_compute = False
-        """Whether compute parameters show final gradients too: of modules that always hold them."""
-        self._mirrored = False
-        self.user_hooks = UserHooks()
-        self._reduced: tuple[int, int] | None = None
-        self._gradient_views: list[torch.Tensor] = []
-        self.device = settings.device or self.refs[0].parameter.device
-        if settings.reduction.name == "checked" and self.device.type == "cuda":
-            raise ValueError(
-                f"reduction='checked' on {self.device}: the host looks at each checksum, and would "
-                "wait for the device; use reduction='ordered', or train on a CPU"
-            )
-        self.layout = plan_layout(self.refs, axes, settings)
-        states = settings.strategy.placements
-        self._weights_at = self._placed(states.model_weights, axes)
-        self._grads_at = self._placed(states.main_grads, axes)
-        self._optimizer_at = self._placed(states.optimizer_state, axes)
-        whole = self._read_parameters()
-        local = self._buffer(self._weights_at, self._kept_dtype, whole)
-        main = self._make_main(local, whole) if self.requires_grad else None
+        states = _States(self.layout, axes, dtypes, settings, self.refs)
+        # All ranks start from equal values, in the main dtype, and each cuts its part out of them.
+        whole = states.read(self.refs)
+        local = states.buffer(states.weights_at, states.kept_dtype, whole)
+        main = states.main_of(local, whole) if states.trained else local
         # What the parameters were made in goes before their place in the weights comes: a model
         # that starts on the meta device must never need two whole units at once.
         del whole
-        self._let_go_of_parameters()
+        for parameter in self.compute_parameters:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        # The weights know where the whole is; the optimizer will write to `main`.
         self.weights = factory(local, self.axes)
-        if main is not None:
+        if states.trained:
             self.weights.attach(main)
-        self.main_weights = local if main is None else main
-        """What main parameters are spans of; of a frozen group the model weights."""
-        self.spans = [
-            (span.offset, span.offset + span.stop - span.start) for span in self.main_weights.spans
-        ]
-        """Elements (start, stop) of `main_weights.data` of each parameter; equal for none."""
-        self._span_specs = self._make_span_specs()
-        self._steps_all_gradients = self._grads_at == self.main_weights.placement
-        self.gradients = self._make_gradients(scratch) if self.requires_grad else None
-        self._open_windows()
+        self.gradients: GroupGradients | None = None
+        if states.trained:
+            grads = states.buffer(states.grads_at, dtypes.grads, lazy=settings.release_gradients)
+            self.gradients = GroupGradients(
+                self.layout,
+                settings.reduction.make(grads, self.axes, settings.scale, scratch),
+                dtypes,
+                settings.cadence,
+                all_stepped=grads.placement == main.placement,
+            )
+        states.open_windows()
         self._point_parameters_at_weights()
         self.weights.belongs_to(self.refs)
-        self.main_parameters = self._make_main_parameters()
-        self.mains_are_separate = self.main_parameters[0] is not self.refs[0].parameter
+        mains = MainParameters(self.refs, main, self.axes, self.weights.full, states.trained)
+        self.mains = mains
+        self.main_weights, self.main_parameters, self.spans = main, mains.parameters, mains.spans
+        self.mains_are_separate = mains.parameters[0] is not self.refs[0].parameter
         """Whether main parameters are other objects than the module's parameters in forward."""
-        uncut = not any(self.main_weights.cuts) and isinstance(self.weights, WholeWeights)
-        self.writes = Writes(self.main_parameters, self.compute_parameters, uncut)
-        self.known_addresses = self._note_addresses() if self.requires_grad else []
-        """Whole parameters that stay where they are, and their addresses."""
-        if self.requires_grad and self.dtypes.grads != self.dtypes.main:
+        computes, is_whole = self.compute_parameters, isinstance(self.weights, WholeWeights)
+        fixed = [computes] if is_whole and states.trained else []
+        if states.trained and self.mains_are_separate and not mains.are_cut:
+            fixed.append(mains.parameters)
+        uncut = is_whole and not any(main.cuts)
+        self.writes = Writes(mains.parameters, computes, whole=uncut, fixed=fixed)
+        self.shown = ShownGradients(self.refs, mains, self.gradients)
+        if states.trained and dtypes.grads != dtypes.main:
             for parameter in self.main_parameters:
-                parameter.grad_dtype = self.dtypes.grads  # torch takes no other dtype in `.grad`
+                parameter.grad_dtype = dtypes.grads  # torch takes no other dtype in `.grad`
 
     @property
-    def ranks_of_spans(self) -> int:
-        """How many ranks main weights are cut over."""
-        both = zip(self.main_weights.cuts, (self.axes.outer, self.axes.inner), strict=True)
-        return math.prod(axis.size for cut, axis in both if cut)
+    def requires_grad(self) -> bool:
+        """Whether the parameters wanted gradients when the group was made."""
+        return self.gradients is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where whole weights and gradients are computed with."""
+        return self.weights.full.device
+
+    @property
+    def compute_parameters(self) -> list[nn.Parameter]:
+        """The user's parameters: views of the whole weights."""
+        return [ref.parameter for ref in self.refs]
 
     @property
     def trained(self) -> GroupGradients:
@@ -196,23 +189,57 @@ class ParameterGroup:
             )
         return self.gradients
 
+    @property
+    def ranks_of_spans(self) -> int:
+        """How many ranks main weights are cut over."""
+        both = zip(self.main_weights.cuts, (self.axes.outer, self.axes.inner), strict=True)
+        return math.prod(axis.size for cut, axis in both if cut)
+
+    def view_like_main(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """One parameter's elements of a flat tensor laid out like `main_weights`.
+
+        The view has the type of the main parameter: a `ShardedTensor` where main weights are cut.
+        """
+        return self.mains.view(flat, index)
+
+    @property
+    def gradients_to_step(self) -> FlatBuffer:
+        """Main grads of the elements that main weights hold: what the optimizer reads.
+
+        Where main grads are whole and main weights cut, every rank has reduced gradients that
+        other ranks' optimizers read. Users see and write their own rank's only, so norms and
+        inspection read these. Raises ValueError if the group is frozen.
+        """
+        return self.mains.part_of(self.trained.main)
+
     def rename(self, names: Sequence[str]) -> None:
         """Give the parameters the names that they have in another module around them."""
         pairs = zip(self.refs, names, strict=True)
         self.refs = tuple(replace(ref, name=name) for ref, name in pairs)
         self.weights.belongs_to(self.refs)
+        self.shown.belong_to(self.refs)
+
+    # -- what modules hold --------------------------------------------------------------------
 
     def install_compute_parameters(self) -> None:
         """Make the module hold the compute parameters (before its forward).
 
         They take over `requires_grad` from main parameters. Raises like `refuse_changed`.
         """
-        if self.mains_are_separate and not self.writes.in_use:
+        # Modules may hold them already, as of a unit that stays whole between two forwards.
+        if self.weights.state not in IN_USE:
             for ref, main in zip(self.refs, self.main_parameters, strict=True):
-                if ref.parameter.requires_grad is not main.requires_grad:
-                    ref.parameter.requires_grad_(main.requires_grad)
-                ref.install(ref.parameter)
-            self.writes.begin_use()
+                if (parameter := ref.parameter) is main:
+                    break  # modules always hold these
+                if parameter.requires_grad is not main.requires_grad:
+                    parameter.requires_grad_(main.requires_grad)
+                # Not setattr: nn.Module's checks cost more than the swap, at every forward.
+                for owner, attribute in ref.owners:
+                    if (module := owner()) is not None:
+                        module._parameters[attribute] = parameter
+            if self.mains_are_separate:
+                self.writes.begin_use()
+            self.weights.begin_use()
         refuse_changed(self)
 
     def install_main_parameters(self) -> None:
@@ -222,13 +249,17 @@ class ParameterGroup:
         that is enforced), for their storage goes. All ranks write the same, as in any replica.
         """
         if self.mains_are_separate:
-            used = self.writes.in_use
+            used = self.weights.state in IN_USE
+            # Their values are in storage that goes: main weights take them over first.
             if used and self.writes.end_use():
                 self._adopt_compute_parameters()
             for ref, main in zip(self.refs, self.main_parameters, strict=True):
                 if used and ref.parameter.requires_grad is not main.requires_grad:
                     main.requires_grad_(ref.parameter.requires_grad)  # changed in the module
-                ref.install(main)
+                for owner, attribute in ref.owners:
+                    if (module := owner()) is not None:
+                        module._parameters[attribute] = main
+        self.weights.end_use()
 
     @torch.no_grad()
     def _adopt_compute_parameters(self) -> None:
@@ -238,20 +269,44 @@ class ParameterGroup:
                 "on their way or given back: write inside the forward of its module, or write to "
                 "the parameter that model.parameters() gives between steps"
             )
+        # Only where they are no longer the main weight, rounded: the others keep their precision.
         main = self.main_weights.data
         model = self.weights.full[slice(*self.main_weights.range)].to(main.device)
         main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
         self.weights.mark_changed()
 
-    @property
-    def mains_written(self) -> list[str]:
-        """Main parameters that are apart, and that somebody has written since this was asked last.
+    # -- what was written since ---------------------------------------------------------------
+
+    def begin_forward(self) -> bool:
+        """A forward of the model begins: follow what was done to main parameters since the last.
+
+        Whether something was written that has to be installed.
+        """
+        if self.shown.mirrored:
+            self.shown.follow_mains()
+        written = self.follow_main_weights()
+        # Between steps gradients take no memory. `zero_grad` itself tells nobody, so it goes here.
+        self.release_zeroed_gradients()
+        return written
+
+    def release_zeroed_gradients(self) -> None:
+        """Give main grads' memory back if the user has zeroed them (before a step's forward)."""
+        if self.settings.release_gradients and self.gradients is not None:
+            self.shown.release_zeroed()
+
+    def follow_main_weights(self) -> bool:
+        """Before whole weights are used: whether something was written that has to be installed.
 
         Optimizers that step over flat memory tell of it, and are not counted.
         """
         self.look_for_writes()
-        news = self.writes.news()
-        return [self.refs[index].name for index in news] if self.mains_are_separate else []
+        news = self.writes.news
+        if not news:
+            return False
+        self.writes.clear_news()
+        if self.mains_are_separate:
+            self.weights.mark_changed(written=[self.refs[index].name for index in sorted(news)])
+        return self.mains_are_separate
 
     @property
     def main_version(self) -> int:
@@ -262,317 +317,127 @@ class ParameterGroup:
         """Note what somebody has written to parameters since the last look."""
         self.writes.look(told=bool(self.optimizers))
 
-    @property
-    def has_user_hooks(self) -> bool:
-        """Whether users have hooks on parameters of the group."""
-        return bool(self.user_hooks.on_gradient or self.user_hooks.on_parameter)
+    def refuse_assigned(self) -> None:
+        """Raise if a tensor was assigned to `.data` of a whole parameter, before memory is read."""
+        self.writes.refuse_assigned(self.refs)
 
     def call_user_hooks(self, called: set[int]) -> None:
         """Call users' hooks with final gradients. What they write is a step, and is not compared.
 
         A rank without a gradient calls them later in the backward than others.
         """
+        # What was written before the hooks is compared; what the hooks write is a step.
         self.look_for_writes()
-        self.user_hooks.call(self.refs, self.main_parameters, called)
+        self.shown.hooks.call(self.refs, self.main_parameters, called)
         self.writes.look(told=False, compared=False)
-
-    def refuse_assigned(self) -> None:
-        """Raise if a tensor was assigned to `.data` of a whole parameter, before memory is read.
-
-        Note [Assigned data]: `p.data = x` takes a parameter out of its buffer. Modules and
-        optimizers that hold `p` go on with `x`, as in plain PyTorch. A flat step, a gather, and
-        whoever reads the buffer would not know of it, and no version counter tells. The address
-        does. To copy `x` into the buffer would overwrite what `p.data` was before, which users keep
-        to assign it again.
-        """
-        for parameters, addresses in self.known_addresses:
-            now = [*map(_ADDRESS, parameters)]
-            if now != addresses:
-                pairs = zip(self.refs, now, addresses, strict=True)
-                name = next(ref.name for ref, here, was in pairs if here != was)
-                raise RuntimeError(
-                    f"{name} was taken out of its buffer by assigning .data of the parameter: "
-                    "write into it (`with torch.no_grad(): parameter.copy_(value)`), and keep "
-                    "copies of values (parameter.detach().clone()) to bring them back"
-                )
-
-    # -- what the optimizer works on ----------------------------------------------------------
-
-    def view_like_main(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """One parameter's elements of a flat tensor laid out like `main_weights`.
-
-        The view has the type of the main parameter: a `ShardedTensor` where main weights are cut.
-        """
-        start, stop = self.spans[index]
-        if self._span_specs:
-            return ShardedTensor.from_spec(flat[start:stop], self._span_specs[index])
-        return flat[start:stop].view(self.layout.specs[index].shape)
-
-    @property
-    def gradients_to_step(self) -> FlatBuffer:
-        """Main grads of the elements that main weights hold: what the optimizer reads.
-
-        Where main grads are whole and main weights cut, every rank has reduced gradients that
-        other ranks' optimizers read. Users see and write their own rank's only, so norms and
-        inspection read these. Raises ValueError if the group is frozen.
-        """
-        main = self.trained.main
-        if self._steps_all_gradients:
-            return main
-        placement = self.main_weights.placement
-        storage = main.piece(placement)
-        return FlatBuffer(
-            self.layout, placement, main.dtype, main.device, main.axes, storage=storage
-        )
-
-    @property
-    def gradient_views(self) -> list[torch.Tensor]:
-        """Main grads of each parameter, typed like its main parameter.
-
-        They are the same objects until the memory of main grads is released.
-        """
-        if not self._gradient_views:
-            flat, count = self.gradients_to_step.data, len(self.refs)
-            self._gradient_views = [self.view_like_main(flat, index) for index in range(count)]
-        return self._gradient_views
 
     def discard_gradients(self) -> None:
         """Forget all gradients, reduced or not."""
         if self.gradients is not None:
             self.gradients.discard()
-        for main in self.main_parameters:
-            main.grad = None
-        self._mirror(shown=False)
+        self.shown.hide()
 
-    def _mirror(self, *, shown: bool) -> None:
-        if self.shows_on_compute:
-            self._mirrored = shown
-            for ref, main in zip(self.refs, self.main_parameters, strict=True):
-                ref.parameter.grad = main.grad if shown else None
+    def _point_parameters_at_weights(self) -> None:
+        """Make the user's parameters views of the whole weights, wherever those will be.
 
-    def follow_compute_grads(self) -> None:
-        """Where compute parameters show gradients too: who drops one there drops it here."""
-        if self._mirrored:
-            pairs = zip(self.refs, self.main_parameters, self.gradient_views, strict=True)
-            for ref, main, view in pairs:
-                if main.grad is view and ref.parameter.grad is None:
-                    main.grad = None
-
-    def follow_main_grads(self) -> None:
-        """Where compute parameters show gradients too: what was dropped here is dropped there."""
-        if self._mirrored:
-            for ref, main in zip(self.refs, self.main_parameters, strict=True):
-                if main.grad is None:
-                    ref.parameter.grad = None
-
-    def begin_forward(self) -> None:
-        """A forward of the model begins: follow what was done to main parameters since the last."""
-        if self._mirrored:
-            self.follow_main_grads()
-        if self.known_addresses and self.mains_are_separate:
-            self.refuse_assigned()
-        self.follow_main_weights()
-        self.release_zeroed_gradients()
-
-    def follow_main_weights(self) -> bool:
-        """Before whole weights are used: whether something was written that has to be installed."""
-        if written := self.mains_written:
-            self.weights.mark_changed(written=written)
-        return bool(written)
-
-    def release_zeroed_gradients(self) -> None:
-        """Give main grads' memory back if the user has zeroed them (before a step's forward)."""
-        gradients = self.gradients
-        if gradients is None or not self.settings.release_gradients:
-            return
-        if gradients.main.has_memory and not self.shows_gradients:
-            gradients.discard()
-            gradients.main.release()
-            self._gradient_views = []
-
-    @property
-    def shows_gradients(self) -> bool:
-        """Whether any main parameter has a `.grad`."""
-        for main in self.main_parameters:  # noqa: SIM110 - a generator is a call for each
-            if main.grad is not None:
-                return True
-        return False
-
-    def show_gradients(self, *, final: bool = True) -> None:
-        """Set `.grad` of the main parameters: the gradient, or a placeholder until it is final.
-
-        The placeholder is shown early so that a `zero_grad` between microbatches is noticed.
+        Modules hold them for now, until somebody puts the group to rest (a wrapper may never do).
         """
-        gradients = self.trained
-        shown: Sequence[bool] = gradients.produced_gradient
-        if not final:
-            gradients.clear_placeholders()
-            shown = [not gradients.is_empty] * len(self.refs)
-        self.show_where(shown)
-        self._mirror(shown=final and self.has_optimizer)
+        self.weights.start()
+        self.weights.wait()
+        self.weights.begin_use()
+        for parameter, view in zip(
+            self.compute_parameters, self.layout.views(self.weights.full), strict=True
+        ):
+            parameter.grad = None
+            parameter.data = view
+        self.weights.release()
 
-    def show_where(self, shown: Sequence[bool]) -> None:
-        """Set `.grad` of main parameters that have one to their place in main grads, else None."""
-        if any(shown):
-            views = self.gradient_views
-            for main, view, has_gradient in zip(self.main_parameters, views, shown, strict=True):
-                main.grad = view if has_gradient else None
-        else:
-            for main in self.main_parameters:
-                main.grad = None
 
-    def note_reduced(self) -> None:
-        """The gradients are as the engine left them: `squares` holds until they change."""
-        self._reduced = self._gradient_versions()
+class _States:
+    """Where the three states of a group lie, and the buffers for them."""
 
-    @property
-    def written_since(self) -> bool:
-        """Whether anything has written to the gradients since `note_reduced` (see `squares`)."""
-        return self._reduced != self._gradient_versions()
+    def __init__(
+        self,
+        layout: BufferLayout,
+        axes: DataParallelAxes,
+        dtypes: GroupDtypes,
+        settings: GroupSettings,
+        refs: Sequence[ParameterRef],
+    ) -> None:
+        self._layout, self._dtypes, self._settings = layout, dtypes, settings
+        self._axes = axes.ranks_inside()
+        self.trained = refs[0].parameter.requires_grad
+        self._device = settings.device or refs[0].parameter.device
+        if settings.reduction.name == "checked" and self._device.type == "cuda":
+            raise ValueError(
+                f"reduction='checked' on {self._device}: the host looks at each checksum, and "
+                "would wait for the device; use reduction='ordered', or train on a CPU"
+            )
+        placed = []
+        states = settings.strategy.placements
+        for outer, inner in (states.model_weights, states.main_grads, states.optimizer_state):
+            # Where only the outer axis has ranks, it became the inner one, with its placement.
+            only_outer = axes is not self._axes
+            pair = (Replicate(), outer) if only_outer else (outer, inner)
+            placed.append(self._axes.effective(pair))  # axes of one rank are replicated
+        self.weights_at, self.grads_at, self.optimizer_at = placed
 
-    @property
-    def squares(self) -> Squares | None:
-        """Sum of squares from the reduction; None once anything has written to the gradients.
-
-        Writes are seen by version counters. `ShardedTensor`s count all of them; plain tensors do
-        not count what `GradScaler.unscale_` does, so whole gradients are always measured anew.
-        `.grad.data` has a counter of its own and hides writes.
-        """
-        return self.trained.squares if self._span_specs and not self.written_since else None
-
-    def _gradient_versions(self) -> tuple[int, int]:
-        # A ShardedTensor counts writes by itself, and its flat memory does not.
-        count = 0
-        for main in self.main_parameters:
-            if (grad := main.grad) is not None:
-                count += grad._version
-        main_grads = self.trained.main
-        return main_grads.data._version if main_grads.has_memory else -1, count
-
-    # -- construction -------------------------------------------------------------------------
-
-    def _read_parameters(self) -> torch.Tensor:
+    def read(self, refs: Sequence[ParameterRef]) -> torch.Tensor:
         """All parameters as one flat tensor in the main dtype, equal on all ranks."""
-        whole = read_parameters(self.refs, self.layout, self.dtypes.main, self.device)
-        if self.settings.broadcast:
-            for group in self.axes.groups("gather"):
+        whole = read_parameters(refs, self._layout, self._dtypes.main, self._device)
+        if self._settings.broadcast:
+            for group in self._axes.groups("gather"):
                 broadcast(whole, group, src=0).wait()
         return whole
 
-    def _let_go_of_parameters(self) -> None:
-        for ref in self.refs:
-            parameter = ref.parameter
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-
     @property
-    def _kept_dtype(self) -> torch.dtype:
+    def kept_dtype(self) -> torch.dtype:
         """What a rank keeps its model weights in."""
-        main_is_all = self._weights_at == self._optimizer_at and self.requires_grad
-        is_cut = any(placement.cuts for placement in self._weights_at)
-        casts = self.settings.casts_in_gathers and main_is_all and is_cut
-        return self.dtypes.main if casts else self.dtypes.weights
+        main_is_all = self.weights_at == self.optimizer_at and self.trained
+        is_cut = any(placement.cuts for placement in self.weights_at)
+        casts = self._settings.casts_in_gathers and main_is_all and is_cut
+        return self._dtypes.main if casts else self._dtypes.weights
 
-    def _make_main(self, local: FlatBuffer, whole: torch.Tensor) -> FlatBuffer:
+    def main_of(self, local: FlatBuffer, whole: torch.Tensor) -> FlatBuffer:
         """Main weights: part of the model weights' storage where the dtypes agree."""
-        if self.dtypes.main != local.dtype:
-            return self._buffer(self._optimizer_at, self.dtypes.main, whole)
-        storage = local.piece(self._optimizer_at)
-        return self._buffer(self._optimizer_at, self.dtypes.main, storage=storage)
+        if self._dtypes.main != local.dtype:
+            return self.buffer(self.optimizer_at, self._dtypes.main, whole)
+        storage = local.piece(self.optimizer_at)
+        return self.buffer(self.optimizer_at, self._dtypes.main, storage=storage)
 
-    def _open_windows(self) -> None:
-        """Let GPUs of one host read each other's memory: all ranks make their groups in one order.
-
-        A collective could not do it, because two ranks may begin those of two groups in any order.
-        """
-        if self.device.type == "cuda":
-            cut = any(placement.cuts for placement in (*self._weights_at, *self._optimizer_at))
-            wanted = {"gather": cut, "reduce": self.requires_grad}
-            for purpose in (name for name, used in wanted.items() if used):
-                for group in self.axes.groups(purpose):
-                    open_window(group, self.device)
-
-    def _make_gradients(self, scratch: ScratchBuffers) -> GroupGradients:
-        lazy = self.settings.release_gradients
-        main = self._buffer(self._grads_at, self.dtypes.grads, lazy=lazy)
-        rank_sum = self.settings.reduction.make(main, self.axes, self.settings.scale, scratch)
-        return GroupGradients(
-            self.layout,
-            rank_sum,
-            self.dtypes,
-            self.settings.cadence,
-            all_stepped=self._steps_all_gradients,
-        )
-
-    def _buffer(
+    def buffer(
         self,
-        placements: tuple[Placement, Placement],
+        placements: tuple[Placement, ...],
         dtype: torch.dtype,
         whole: torch.Tensor | None = None,
         storage: torch.Tensor | None = None,
         lazy: bool = False,
     ) -> FlatBuffer:
         """A buffer in given storage, or filled from its part of `whole`."""
-        axes = (self.axes.outer, self.axes.inner)
-        device = self.settings.kept_on or self.device
+        axes = (self._axes.outer, self._axes.inner)
+        device = self._settings.kept_on or self._device
         buffer = FlatBuffer(
-            self.layout, placements, dtype, device, axes, storage=storage, lazy=lazy
+            self._layout, placements, dtype, device, axes, storage=storage, lazy=lazy
         )
-        if storage is None and self.settings.pinned:
+        if storage is None and self._settings.pinned:
             locked = buffer.data.pin_memory()
-            buffer = FlatBuffer(self.layout, placements, dtype, device, axes, storage=locked)
+            buffer = FlatBuffer(self._layout, placements, dtype, device, axes, storage=locked)
         if whole is not None:
             start, stop = buffer.range
             buffer.data.copy_(whole[start:stop])
         return buffer
 
-    def _placed(
-        self, placements: tuple[Placement, ...], given: DataParallelAxes
-    ) -> tuple[Placement, Placement]:
-        """Placements over (outer, inner), with axes of one rank replicated."""
-        outer, inner = placements
-        if given is not self.axes:
-            # Only the outer axis has ranks, and it became the inner one: its placement goes along.
-            outer, inner = Replicate(), outer
-        return self.axes.effective((outer, inner))
+    def open_windows(self) -> None:
+        """Let GPUs of one host read each other's memory: all ranks make their groups in one order.
 
-    def _point_parameters_at_weights(self) -> None:
-        """Make the user's parameters views of the whole weights, wherever those will be."""
-        self.weights.start()
-        self.weights.wait()
-        for ref, view in zip(self.refs, self.layout.views(self.weights.full), strict=True):
-            ref.parameter.grad = None
-            ref.parameter.data = view
-        self.weights.release()
-
-    def _note_addresses(self) -> list[tuple[list[nn.Parameter], list[int]]]:
-        found = [self.compute_parameters] if isinstance(self.weights, WholeWeights) else []
-        if self.mains_are_separate and not self._span_specs:
-            found.append(self.main_parameters)
-        return [(held, [*map(_ADDRESS, held)]) for held in found]
-
-    def _make_span_specs(self) -> list[SpanSpec]:
-        """Where each main parameter lies in its whole; empty where main weights are whole."""
-        both = zip(self.main_weights.cuts, (self.axes.outer, self.axes.inner), strict=True)
-        axes = [axis for cut, axis in both if cut]
-        if not axes:
-            return []
-        reach = SpanGroups([axis.sibling("gather") for axis in axes])
-        return [self.main_weights.as_sharded(i, reach).spec for i in range(len(self.refs))]
-
-    def _make_main_parameters(self) -> list[nn.Parameter]:
-        """The compute parameters themselves where they are what the optimizer updates."""
-        flat = self.main_weights.data
-        if not self._span_specs and shares_storage(flat, self.weights.full):
-            return self.compute_parameters
-        made = []
-        for index, ref in enumerate(self.refs):
-            data = self.view_like_main(flat, index)
-            parameter = nn.Parameter(data, requires_grad=self.requires_grad)
-            # Users' own marks, such as "no_decay", come along.
-            parameter.__dict__.update(ref.parameter.__dict__)
-            copy_role(ref.parameter, parameter)
-            made.append(parameter)
-        return made
+        A collective could not do it, because two ranks may begin those of two groups in any order.
+        """
+        if self._device.type == "cuda":
+            cut = any(placement.cuts for placement in (*self.weights_at, *self.optimizer_at))
+            wanted = {"gather": cut, "reduce": self.trained}
+            for purpose in (name for name, used in wanted.items() if used):
+                for group in self._axes.groups(purpose):
+                    open_window(group, self._device)
 
 
 def refuse_changed(group: ParameterGroup) -> None:
@@ -583,7 +448,7 @@ def refuse_changed(group: ParameterGroup) -> None:
     """
     ref, main, held = group.refs[0], group.main_parameters[0], group.main_weights.data
     for parameter, dtype, device in (
-        (ref.parameter, group.dtypes.weights, group.device),
+        (ref.parameter, group.dtypes.weights, group.weights.full.device),
         (main, held.dtype, held.device),
     ):
         if parameter.dtype != dtype or parameter.device != device:
@@ -592,7 +457,7 @@ def refuse_changed(group: ParameterGroup) -> None:
                 f"{device} in its buffer, which nobody would update now: convert or move a model "
                 "before it is wrapped or sharded"
             )
-    for ref in () if group.requires_grad else group.refs:
+    for ref in group.refs if group.gradients is None else ():
         if ref.parameter.requires_grad:
             raise ValueError(
                 f"{ref.name} was frozen when the model was wrapped and requires_grad now: it "

@@ -33,6 +33,11 @@ class UserHooks:
         self.on_parameter: dict[int, dict[int, Callable[[torch.Tensor], None]]] = {}
         """Those of `register_post_accumulate_grad_hook`."""
 
+    @property
+    def exist(self) -> bool:
+        """Whether there are any."""
+        return bool(self.on_gradient or self.on_parameter)
+
     def take(self, leaf: torch.Tensor, index: int) -> None:
         """Keep the hooks of a leaf of one parameter: those there are, and those to come."""
         for attribute, kind in (

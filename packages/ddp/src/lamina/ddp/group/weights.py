@@ -27,20 +27,85 @@ from lamina.collectives.engine import AllGather, Serving
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.parameters import ParameterRef, title_of
 
-__all__ = ["Weights", "WeightsState", "WholeWeights", "Writes", "shares_storage"]
+__all__ = [
+    "COMING",
+    "IN_USE",
+    "LIVE",
+    "TRANSITIONS",
+    "Weights",
+    "WeightsEvent",
+    "WeightsState",
+    "WholeWeights",
+    "Writes",
+    "shares_storage",
+]
 
 _VERSION = attrgetter("_version")
+_ADDRESS = torch.Tensor.data_ptr
 
 
 class WeightsState(Enum):
-    """Where a group's whole weights are."""
+    """Where a group's whole weights are, and what its modules hold.
+
+    Nobody else keeps this: units, prefetch and budgets ask the weights. The storage's refusals, the
+    class of released parameters and what modules hold follow from it, and are set by whoever
+    changes it.
+
+    Note [When new weights are installed]
+        An optimizer writes main weights. Nothing else happens then, except that whole weights are
+        marked as old: RELEASED, or STALE where modules hold the compute parameters. The next gather
+        installs what was written, so a step costs no copy of its own, and weights that are written
+        twice are installed once. Modules hold main parameters whenever they do not compute, since
+        whoever reads, writes or saves a model between steps means those.
+    """
 
     RELEASED = auto()
-    """Not there: views of them must not be read."""
+    """Not there, or not what main weights say: views of them must not be read."""
     GATHERING = auto()
     """On their way into their storage."""
     READY = auto()
     """There, and as the optimizer last left them."""
+    STALE = auto()
+    """As RELEASED, while modules hold the compute parameters."""
+    REFRESHING = auto()
+    """As GATHERING, while modules hold the compute parameters."""
+    IN_USE = auto()
+    """As READY, while modules hold the compute parameters."""
+
+    __hash__ = object.__hash__  # by identity: Enum's own is a Python call for each look-up
+
+
+class WeightsEvent(Enum):
+    """What happens to a group's weights."""
+
+    START = auto()
+    """Their gather begins."""
+    ARRIVE = auto()
+    """Somebody has waited for it."""
+    USE = auto()
+    """Modules hold the compute parameters from now on."""
+    REST = auto()
+    """Modules hold the main parameters again."""
+    RELEASE = auto()
+    """Their storage is given back, or their content is old: main weights were written."""
+
+
+_RELEASED, _GATHERING, _READY, _STALE, _REFRESHING, _IN_USE = WeightsState
+TRANSITIONS: dict[WeightsEvent, dict[WeightsState, WeightsState]] = {
+    WeightsEvent.START: {_RELEASED: _GATHERING, _STALE: _REFRESHING},
+    WeightsEvent.ARRIVE: {_GATHERING: _READY, _REFRESHING: _IN_USE},
+    WeightsEvent.USE: {_READY: _IN_USE},
+    WeightsEvent.REST: {_STALE: _RELEASED, _REFRESHING: _GATHERING, _IN_USE: _READY},
+    WeightsEvent.RELEASE: {_READY: _RELEASED, _IN_USE: _STALE},
+}
+"""The state after an event, by the state before. A state that is not listed stays as it is."""
+_START, _ARRIVE, _USE, _REST, _RELEASE = TRANSITIONS.values()
+COMING = frozenset({_GATHERING, _REFRESHING})
+"""The whole weights are on their way."""
+LIVE = COMING | {_READY, _IN_USE}
+"""They are there or on their way."""
+IN_USE = frozenset({_STALE, _REFRESHING, _IN_USE})
+"""Modules hold the compute parameters."""
 
 
 class Weights(ABC):
@@ -51,6 +116,8 @@ class Weights(ABC):
 
     full: torch.Tensor
     """The flat tensor whose views are the parameters; its storage may be released."""
+    are_given_back = False
+    """Whether a release gives memory back, and a gather takes it again."""
 
     def __init__(self, local: FlatBuffer, axes: DataParallelAxes) -> None:
         self.local = local
@@ -63,7 +130,7 @@ class Weights(ABC):
         self._main: FlatBuffer | None = None
         # Whether main weights are cut along the (outer, inner) axis and `local` is not.
         self._spreads = (False, False)
-        self._pending: list[Handle] = []
+        self._pending: Handle | None = None
         self._all_gather: AllGather | None = None
         self._changed = False
         self._written_through = False
@@ -78,13 +145,23 @@ class Weights(ABC):
     @property
     def ready(self) -> bool:
         """Whether the whole weights are there and up to date."""
-        return self.state is WeightsState.READY
+        return self.state is _READY or self.state is _IN_USE
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether the whole weights are on their way."""
+        return self.state in COMING
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the whole weights are there or on their way."""
+        return self.state in LIVE
 
     @property
     def settled(self) -> bool:
         """Whether `local` is what main weights say, and nothing is writing to it."""
         is_main = self.main_slice is None and not any(self._spreads)
-        return is_main or (not self._changed and self.state is not WeightsState.GATHERING)
+        return is_main or (not self._changed and not self.is_coming)
 
     @property
     def gathered_nbytes(self) -> int:
@@ -117,6 +194,8 @@ class Weights(ABC):
         if not shares_storage(main.data, self.local.data):
             self.main_slice = self.local.piece(main.placement)
 
+    # -- what happens to them: the events of the table, in the order of a step ----------------
+
     def mark_changed(self, *, written: Sequence[str] = ()) -> None:
         """The optimizer (or a load) wrote main weights: the next `start` installs them.
 
@@ -129,30 +208,51 @@ class Weights(ABC):
         self._changed = True
         self._invalidate()
 
+    def keep_for_step(self, keep: bool) -> None:
+        """Say whether they stay gathered from their first use in a step until its end."""
+        self.kept_for_step = keep
+
     def written_through(self, everything: bool) -> None:
         """A step has written main weights, and (`everything`) these weights in the same pass."""
         self._written_through = everything and (self._written_through or not self._changed)
 
     def start(self) -> None:
         """Begin making the whole weights ready; collective, and harmless when they are."""
-        if self.state is not WeightsState.RELEASED:
-            return
+        after = _START.get(self.state)
+        if after is None:
+            return  # they are there, or on their way
+        # What was written since the last gather goes into this rank's part first.
         with Serving(self._purpose or self.title):
             if self._changed:
                 self._install()
                 self._changed = self._written_through = False
-            handle = self._gather()
+            self._pending = self._gather()
         self._purpose = ""
-        self._pending = [] if handle is None else [handle]
-        self.state = WeightsState.GATHERING
+        self.state = after
 
     def wait(self) -> None:
         """Wait for what `start` began (on a GPU: make the current stream wait)."""
-        if self.state is WeightsState.GATHERING:
-            for handle in self._pending:
-                handle.wait()
-            self._pending = []
-            self.state = WeightsState.READY
+        after = _ARRIVE.get(self.state)
+        if after is None:
+            return  # nobody has begun a gather that is not waited for yet
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self.state = after
+
+    def begin_use(self) -> None:
+        """Modules hold the compute parameters from now on."""
+        self.state = _USE.get(self.state, self.state)
+
+    def end_use(self) -> None:
+        """Modules hold the main parameters again."""
+        self.state = _REST.get(self.state, self.state)
+
+    def _leave(self) -> None:
+        """They are given back, or are old: a gather that is under way has to end first."""
+        if self.state in COMING:
+            self.wait()
+        self.state = _RELEASE.get(self.state, self.state)
 
     def _install(self) -> None:
         """Write main weights into this rank's copy and spread it along the outer axis."""
@@ -188,8 +288,7 @@ class WholeWeights(Weights):
 
     def _invalidate(self) -> None:
         if self.main_slice is not None or any(self._spreads):
-            self.wait()
-            self.state = WeightsState.RELEASED
+            self._leave()
 
     def _install(self) -> None:
         super()._install()
@@ -215,15 +314,25 @@ class Writes:
 
     `mains` are what the optimizer updates, `computes` what modules compute with (the same objects
     where main weights are not apart). If every rank holds the `whole` of both, values are compared.
+    `fixed` are lists of parameters that stay where they are.
     """
 
     def __init__(
-        self, mains: Sequence[torch.Tensor], computes: Sequence[torch.Tensor], whole: bool
+        self,
+        mains: Sequence[torch.Tensor],
+        computes: Sequence[torch.Tensor],
+        *,
+        whole: bool,
+        fixed: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         self._mains, self._computes, self.whole = mains, computes, whole
         self._known = [*map(_VERSION, mains)]
-        self._in_use: list[int] = []  # versions when modules began to hold compute parameters
-        self._news: set[int] = set()
+        self.addresses = [(parameters, [*map(_ADDRESS, parameters)]) for parameters in fixed]
+        """Whole parameters that stay where they are, and their addresses."""
+        # Versions of compute parameters when modules began to hold them; empty while they do not.
+        self._computed_with: list[int] = []
+        self.news: set[int] = set()
+        """Main parameters that were found written since `clear_news`."""
         self.uncompared: dict[tuple[int, bool], int] = {}
         """Which parameters this rank has written since ranks compared that, and how often: their
         indices, and whether it was the compute parameter, which each rank has whole, or the main
@@ -242,40 +351,61 @@ class Writes:
         """
         now = [*map(_VERSION, self._mains)]
         if now != self._known:
-            self._news.update(index for index, new in enumerate(now) if new != self._known[index])
+            self.news.update(index for index, new in enumerate(now) if new != self._known[index])
             if compared and (told or self.whole):
                 self._note(now, self._known, main=True)
             self._known = now
-        if self._in_use and (now := [*map(_VERSION, self._computes)]) != self._in_use:
-            self._note(now, self._in_use, main=False)
+        before = self._computed_with
+        if before and (now := [*map(_VERSION, self._computes)]) != before:
+            self._note(now, before, main=False)
 
-    def news(self) -> list[int]:
-        """Main parameters that a look has found written since this was asked last."""
-        news, self._news = sorted(self._news), set()
-        return news
+    def clear_news(self) -> None:
+        """What a look has found so far is known."""
+        self.news = set()
+
+    def take_uncompared(self) -> dict[tuple[int, bool], int]:
+        """`uncompared`, which the ranks compare now."""
+        taken, self.uncompared = self.uncompared, {}
+        return taken
+
+    def refuse_assigned(self, refs: Sequence[ParameterRef]) -> None:
+        """Raise if a tensor was assigned to `.data` of a whole parameter, before memory is read.
+
+        Note [Assigned data]: `p.data = x` takes a parameter out of its buffer. Modules and
+        optimizers that hold `p` go on with `x`, as in plain PyTorch. A flat step, a gather, and
+        whoever reads the buffer would not know of it, and no version counter tells. The address
+        does. To copy `x` into the buffer would overwrite what `p.data` was before, which users keep
+        to assign it again.
+        """
+        for parameters, addresses in self.addresses:
+            now = [*map(_ADDRESS, parameters)]
+            if now != addresses:
+                pairs = zip(refs, now, addresses, strict=True)
+                name = next(ref.name for ref, here, was in pairs if here != was)
+                raise RuntimeError(
+                    f"{name} was taken out of its buffer by assigning .data of the parameter: "
+                    "write into it (`with torch.no_grad(): parameter.copy_(value)`), and keep "
+                    "copies of values (parameter.detach().clone()) to bring them back"
+                )
 
     def forget(self) -> None:
         """What was written since the last look was a step, which all ranks install."""
-        self._known, self._news = [*map(_VERSION, self._mains)], set()
+        self._known, self.news = [*map(_VERSION, self._mains)], set()
 
     # -- modules hold compute parameters for a while ------------------------------------------
 
-    @property
-    def in_use(self) -> bool:
-        """Whether modules hold the compute parameters, where these are others."""
-        return bool(self._in_use)
-
     def begin_use(self) -> None:
         """Modules hold the compute parameters from now on."""
-        self._in_use = [*map(_VERSION, self._computes)]
+        self._computed_with = [*map(_VERSION, self._computes)]
 
     def end_use(self) -> bool:
         """They do no more: whether modules have written to them meanwhile."""
-        now, before = [*map(_VERSION, self._computes)], self._in_use
-        self._in_use = []
-        if now != before:
+        now, before = [*map(_VERSION, self._computes)], self._computed_with
+        self._computed_with = []
+        written = bool(before) and now != before
+        if written:
             self._note(now, before, main=False)
-        return now != before
+        return written
 
     def _note(self, now: list[int], before: list[int], *, main: bool) -> None:
         for index, (new, old) in enumerate(zip(now, before, strict=True)):

@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 
 from lamina.buffers import FlatBuffer
 from lamina.collectives.engine import CommonFacts, all_reduce_small, broadcast, start_all_gather
-from lamina.ddp.backward.grad_attribute import local_of
 from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.group.shown import local_of
 from lamina.ddp.group.weights import shares_storage
 from lamina.ddp.inspect.inspection import groups_of
 from lamina.ddp.monitor.health import shortened, words_of_all

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers import ShardedTensor
 from lamina.buffers.engine import PNorm
-from lamina.ddp.backward.grad_attribute import refuse_unsummed
 from lamina.ddp.backward.gradient_hooks import main_of
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import HasGroups
@@ -93,11 +92,11 @@ class _Shares:
         gradients = group.gradients
         if gradients is None:
             return None
-        refuse_unsummed(group, "clip_grad_norm()")
+        group.shown.refuse_unsummed("clip_grad_norm()")
         if not any(gradients.produced_gradient):
             return None
         stepped = group.gradients_to_step
-        squares = group.squares  # asked at every clip: reductions look for them from then on
+        squares = group.shown.squares  # asked at every clip: reductions look for them from then on
         if self._norm.order != 2:
             squares = None
         value = None

@@ -72,7 +72,7 @@ def adopt_main_parameters(optimizer: Optimizer, groups: Iterable[ParameterGroup]
     }
     refuse_optimizer(optimizer, mains.keys() | located.keys(), apart)
     for group, _ in located.values():
-        group.has_optimizer = True
+        group.shown.expect_optimizer()
     for settings in optimizer.param_groups:
         settings["params"] = [mains.get(id(p), p) for p in settings["params"]]
     for parameter in [p for p in optimizer.state if id(p) in apart]:

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lamina.ddp.backward.grad_attribute import refuse_unsummed
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.facts import OptimizerAgreement
 
@@ -104,8 +103,8 @@ class BorrowedGroups(ABC):
         if not self.paused:
             for group in self._trained:
                 group.look_for_writes()
-                refuse_unsummed(group, f"{type(optimizer).__name__}.step()")
-                if group.known_addresses:
+                group.shown.refuse_unsummed(f"{type(optimizer).__name__}.step()")
+                if group.writes.addresses:
                     group.refuse_assigned()
         self._lend(optimizer)
 

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from lamina.ddp.backward.grad_attribute import local_of
 from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.group.shown import local_of
 from lamina.ddp.optimizer.adopt_parameters import locate_main_parameters
 from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups
 from lamina.ddp.optimizer.run_kernels import KERNELS

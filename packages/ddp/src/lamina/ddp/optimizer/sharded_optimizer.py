@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
-from lamina.ddp.backward.grad_attribute import zero_gradients
 from lamina.ddp.compat import local_of_state_call
 from lamina.ddp.finalize.finalize import warn_of_unfinished_steps
 from lamina.ddp.group.group import ParameterGroup
@@ -158,7 +157,7 @@ class ShardedOptimizer(Optimizer):
                 self._zero(group)
         self.optimizer.zero_grad(set_to_none)
         for group in self._groups:
-            group.follow_main_grads()
+            group.shown.follow_mains()
 
     def _mine(self, group: ParameterGroup) -> list[bool]:
         held = {id(p) for settings in self.param_groups for p in settings["params"]}
@@ -169,7 +168,7 @@ class ShardedOptimizer(Optimizer):
         if gradients is None or not any(mine):
             return
         if all(mine):
-            zero_gradients(group)
+            group.shown.zero()
         elif gradients.is_waiting:
             other = group.refs[mine.index(False)].name
             raise RuntimeError(

@@ -18,6 +18,7 @@ class GroupDtypes:
         wire: what gradients travel in; sums are fp32 (fp64 for fp64) whatever it is.
         moments: what Adam keeps its two moments in between steps; None means in the main weights'
             dtype, which is that of the arithmetic in any case.
+        given: the parameters as the user made them; None means as they compute.
     """
 
     weights: torch.dtype
@@ -25,6 +26,7 @@ class GroupDtypes:
     grads: torch.dtype
     wire: torch.dtype
     moments: torch.dtype | None = None
+    given: torch.dtype | None = None
 
 
 def resolve_dtypes(
@@ -54,4 +56,5 @@ def resolve_dtypes(
         return GroupDtypes(*[parameter_dtype] * 4)
     weights = compute or parameter_dtype
     main_dtype = torch.promote_types(parameter_dtype, main) if main else parameter_dtype
-    return GroupDtypes(weights, main_dtype, grads or main_dtype, wire or weights, moments)
+    grads, wire = grads or main_dtype, wire or weights
+    return GroupDtypes(weights, main_dtype, grads, wire, moments, parameter_dtype)

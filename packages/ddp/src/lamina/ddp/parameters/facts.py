@@ -154,8 +154,11 @@ class OptimizerAgreement:
 class Stepped(Protocol):
     """A group of parameters, as far as its optimizers are asked about."""
 
-    requires_grad: bool
     optimizers: list[OptimizerAgreement]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it has gradients."""
 
     @property
     def main_version(self) -> int:

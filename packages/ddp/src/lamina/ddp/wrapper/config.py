@@ -5,9 +5,9 @@ from typing import Literal
 
 import torch
 
+from lamina.ddp.execution.module_buffers import BufferPolicy
 from lamina.ddp.gradients.reduction import resolve_reduction
 from lamina.ddp.parameters.strategy import Strategy, resolve_strategy
-from lamina.ddp.wrapper.module_buffers import BufferPolicy
 from lamina.mesh.engine import check_fields, setting
 
 __all__ = ["DistributedDataParallelConfig"]

@@ -4,9 +4,8 @@
 """
 
 import copy
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,10 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers import Granularity
 from lamina.collectives.engine import RegisteredPool, broadcast
-from lamina.ddp.backward.grad_attribute import zero_gradients
 from lamina.ddp.backward.gradient_hooks import refuse_wrapped
 from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.compat import local_of_state_call
+from lamina.ddp.execution.engine import Engine, Guards, Prefetcher
+from lamina.ddp.execution.hooks import mark_outputs
+from lamina.ddp.execution.module_buffers import ModuleBuffers
+from lamina.ddp.execution.unit import Unit
 from lamina.ddp.gradients.reduction import resolve_reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.group.group import GroupSettings, ParameterGroup, refuse_changed
@@ -34,25 +36,28 @@ from lamina.ddp.parameters.axes import (
     data_parallel_axes,
     refuse_unplaced,
 )
-from lamina.ddp.parameters.dtypes import resolve_dtypes
 from lamina.ddp.parameters.facts import require_same_model
 from lamina.ddp.parameters.parameters import (
-    GroupKey,
-    ParameterRef,
     collect_parameters,
-    group_parameters,
 )
 from lamina.ddp.parameters.tensor_trees import tensors_in
+from lamina.ddp.wrapper.buckets import (
+    BucketWaits,
+    adopt_model_weights,
+    make_buckets,
+    registered_pool,
+)
 from lamina.ddp.wrapper.config import DistributedDataParallelConfig
-from lamina.ddp.wrapper.module_buffers import ModuleBuffers
-from lamina.ddp.wrapper.param_gathers import ParamGathers, adopt_model_weights, registered_pool
 from lamina.mesh import ParallelLayout, ParallelMesh
 from lamina.mesh.engine import axis_if_there, copy_roles, named_mesh, require_overlap, translates
 
-__all__ = ["DataParallel", "DistributedDataParallel", "plan_buckets"]
+__all__ = ["DataParallel", "DistributedDataParallel"]
 
 _IN_FLIGHT = 4
 """Reductions that are not waited for yet."""
+_AHEAD = 4
+"""Buckets whose weights are on their way while one is waited for: one alone would leave the wire
+idle from its arrival to the next bucket's use. They are gathered in place, so more cost nothing."""
 
 _LEAVE_OUT = "nothing in its place; leave it out"
 _TORCH_NAMES = {
@@ -114,7 +119,56 @@ class DataParallel(nn.Module, ABC):
         """Begin to bring updated main weights into the module's weights."""
 
 
-class DistributedDataParallel(DataParallel):
+class _NamesInside(nn.Module):
+    """A wrapper whose parameters have the names that they have in `module`, without a prefix."""
+
+    module: nn.Module
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The wrapped module's, under the names that `state_dict` has.
+
+        Raises:
+            NotImplementedError: where torch's generic functions ask, with a `ShardedOptimizer`.
+        """
+        if not torch.compiler.is_compiling():
+            for optimizer in local_of_state_call("optims", within=1) or ():
+                if isinstance(optimizer, ShardedOptimizer):
+                    optimizer.refuse_generic_state()
+        return self.module.named_parameters(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """A member of the wrapped module, by the first part of a name of `named_parameters`.
+
+        `torch.func.functional_call` looks parameters up by their names.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in self._names_inside():
+                return getattr(self.module, name)
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a tensor with the name of the wrapped module's goes there."""
+        if isinstance(value, torch.Tensor) and name in self._names_inside():
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _names_inside(self) -> set[str]:
+        module = self.__dict__.get("_modules", {}).get("module")  # not there while it is made
+        kinds = (module._modules, module._parameters, module._buffers) if module is not None else ()
+        return {name for kind in kinds for name in kind}
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Names that `state_dict()` has without "module.", and where they are.
+
+        `torch.distributed.checkpoint.state_dict` asks this of wrappers whose names have no prefix.
+        """
+        return dict.fromkeys(self._names_inside(), "module")
+
+
+class DistributedDataParallel(_NamesInside, DataParallel):
     """Data parallelism over buckets of contiguous gradients (ZeRO 0; 1 and 2 with its optimizer).
 
     The module's parameters stay the user's, whole, and become views of the buckets' weight
@@ -174,8 +228,8 @@ class DistributedDataParallel(DataParallel):
         scratch = ScratchBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)
         with self._memory(dense, expert):
-            self._groups = _make_groups(refs, config, settings, dense, expert, scratch)
-        self._reducer = GradientReducer(
+            self._groups = make_buckets(refs, config, settings, dense, expert, scratch)
+        reducer = GradientReducer(
             [group for group in self._groups if group.requires_grad],
             scratch,
             overlap=config.overlap_grad_reduce,
@@ -186,17 +240,30 @@ class DistributedDataParallel(DataParallel):
         )
         for group in self._groups:
             same = group.dtypes.grads == group.dtypes.weights
-            group.shows_on_compute = same and group.requires_grad and group.mains_are_separate
+            if same and group.requires_grad and group.mains_are_separate:
+                group.shown.mirror_on_compute()
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        self._module_buffers = ModuleBuffers(config.broadcast_buffers, dense, expert, ignored)
-        self._module_buffers.start(module, module.modules())
-        self._watch = ModuleWatch(self._groups, "DistributedDataParallel", left_alone)
-        self._gathers = ParamGathers(
-            module,
-            self._groups[::-1],
-            aligned=config.align_param_gather,
-            hooks=config.overlap_param_gather,
+        buffers = ModuleBuffers(config.broadcast_buffers, dense, expert, ignored)
+        buffers.start(module, module.modules())
+        # Gradients complete the last layers' buckets first, and forwards use them last.
+        order = self._groups[::-1]
+        self._gathers = Prefetcher(
+            [Unit(group.weights.title, "a bucket", [group]) for group in order],
+            fixed=True,
+            ahead=len(order) if config.align_param_gather else _AHEAD,
         )
+        self._engine = Engine(
+            [Unit("", type(module).__name__, ())],
+            reducer,
+            self._gathers,
+            guards=Guards(
+                watch=ModuleWatch(self._groups, "DistributedDataParallel", left_alone),
+                module_buffers=buffers if buffers.per_forward else None,
+            ),
+        )
+        self._waits: BucketWaits | None = None
+        if config.overlap_param_gather:
+            self._waits = BucketWaits(module, order, self._gathers)
         self._before_load: list[list[int]] = []
         self.register_load_state_dict_pre_hook(_load_within)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_loaded_within)  # type: ignore[no-untyped-call]
@@ -204,19 +271,19 @@ class DistributedDataParallel(DataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward; updated weights are waited for where they are used."""
-        self._reducer.abandon_if_raised()
-        if torch.is_grad_enabled():
+        engine, training = self._engine, torch.is_grad_enabled()
+        engine.look(self.module)
+        if training:
             self._refuse_what_never_trains()
-        self._follow_writes()
-        self._module_buffers.before_forward(self.module)
-        self._gathers.begin(overlapped=self.training and torch.is_grad_enabled())
+        engine.before_forward(engine.root)
+        if self._waits is not None:
+            self._waits.begin(overlapped=self.training and training)
+        else:
+            self._gathers.finish()
         output = self.module(*args, **kwargs)
-        self._gathers.begin_all()  # those of modules that ran on other ranks only
-        if torch.is_grad_enabled():
-            begin = weakref.WeakMethod(self._reducer.begin_backward)
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(_starting(begin))  # type: ignore[no-untyped-call]
+        if training:
+            mark_outputs(engine, engine.root, 0, tensors_in(output))
+        engine.after_forward(engine.root)
         return output
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -250,9 +317,10 @@ class DistributedDataParallel(DataParallel):
         Main weights come along. As with torch's, gradients do not, and no optimizer holds the
         parameters of the copy.
         """
-        made = _wrap_again(type(self), self._copy_of_module(memo), *self._how_wrapped())
+        made = _wrap_again(type(self), _copy_of_module(self, memo), *_how_wrapped(self))
         memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self._users_state(), memo))  # type: ignore[no-untyped-call]
+        state = copy.deepcopy(_users_state(self), memo)
+        made.__setstate__(state)  # type: ignore[no-untyped-call]
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -261,48 +329,16 @@ class DistributedDataParallel(DataParallel):
         It takes as many ranks as before. Main weights that are apart are this rank's, so each rank
         unpickles what it has pickled.
         """
-        module, how = self._copy_of_module({}), self._how_wrapped()
-        return _wrap_again, (type(self), module, *how), self._users_state()
-
-    def _copy_of_module(self, memo: dict[int, Any]) -> nn.Module:
-        """A plain copy of the wrapped module with today's weights, marks and hooks of the user."""
-        self._follow_writes()
-        self._gathers.finish()
-        module = copy.deepcopy(self.module, memo)
-        self._gathers.leave(module)
-        copy_roles(self.module, module)
-        return module
-
-    def _how_wrapped(self) -> tuple[Any, ...]:
-        """Config, mesh and main weights that are apart, for `_wrap_again`."""
-        mesh = self._mesh
-        parallel = isinstance(mesh, ParallelMesh)
-        where = (mesh.layout, mesh.device_type) if isinstance(mesh, ParallelMesh) else mesh
-        apart = {
-            number: (group.main_weights.range, group.main_weights.data.clone())
-            for number, group in enumerate(self._groups)
-            if group.requires_grad and group.dtypes.main != group.dtypes.weights
-        }
-        return self.config, parallel, where, apart
-
-    def _users_state(self) -> dict[str, Any]:
-        """Hooks, mode and attributes that a user has given the wrapper since it was made."""
-        of_any = nn.Module().__dict__.keys() - {"_parameters", "_buffers", "_modules"}
-        return {n: v for n, v in self.__dict__.items() if n in of_any or n not in self._own_names}
-
-    def _follow_writes(self) -> None:
-        written = [group.follow_main_weights() for group in self._groups]  # all of them look
-        if any(written):
-            self._gathers.changed()
+        module, how = _copy_of_module(self, {}), _how_wrapped(self)
+        return _wrap_again, (type(self), module, *how), _users_state(self)
 
     def _refuse_what_never_trains(self) -> None:
         """Gradients that nobody will step, and parameters whose gradients nobody would sum."""
-        self._watch.look(self.module, optimizer_known=True)
         for group in self._groups:
             refuse_changed(group)
             if group.gradients is None or not group.gradients.state.is_final:
                 continue
-            if group.mains_are_separate and not group.has_optimizer:
+            if group.mains_are_separate and not group.shown.has_optimizer:
                 raise RuntimeError(
                     f"the gradient of {group.refs[0].name} is on a main parameter that no "
                     "optimizer holds, so an optimizer over model.parameters() trains nothing: wrap "
@@ -331,31 +367,31 @@ class DistributedDataParallel(DataParallel):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside are not the step's last microbatch."""
-        return self._reducer.no_sync()
+        return self._engine.reducer.no_sync()
 
     def late_gradients(self) -> AbstractContextManager[None]:
         """Gradients that arrive inside belong to backwards that are over (split backwards)."""
-        return self._reducer.late_gradients()
+        return self._engine.reducer.late_gradients()
 
     def start_grad_sync(self) -> None:
         """Begin to sum what `no_sync` accumulated; nothing where nothing waits to be summed."""
-        self._reducer.start()
+        self._engine.reducer.start()
 
     def finish_grad_sync(self) -> None:
         """Sum what was accumulated and not yet summed, and wait for it."""
-        self._reducer.finish()
+        self._engine.reducer.finish()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by `factor`, those of microbatches inside `no_sync` included."""
-        self._reducer.scale(factor)
+        self._engine.reducer.scale(factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, or make those that are shown zeros, wherever they are kept."""
         for group in self._groups:
             if set_to_none:
                 group.discard_gradients()
-            else:
-                zero_gradients(group)
+            elif group.requires_grad:
+                group.shown.zero()
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients, those of microbatches inside `no_sync` included."""
@@ -373,13 +409,13 @@ class DistributedDataParallel(DataParallel):
     def start_param_sync(self) -> None:
         """Begin to bring main weights into the module's: somebody wrote those (collective)."""
         for group in self._groups:
-            group.has_optimizer = True  # the caller's own hands
-        self._gathers.changed()
-        self._gathers.begin_all()
+            group.shown.expect_optimizer()  # the caller's own hands
+        self._gathers.start_again()
+        self._gathers.end_forward()
 
     def weights_written(self) -> None:
         """The optimizer has stepped (called by `ShardedOptimizer`)."""
-        self._gathers.changed()
+        self._gathers.start_again()
         if not self.config.overlap_param_gather:
             self._gathers.finish()
 
@@ -391,49 +427,6 @@ class DistributedDataParallel(DataParallel):
         """
         self._gathers.finish()
         return self.module.state_dict(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The wrapped module's, under the names that `state_dict` has.
-
-        Raises:
-            NotImplementedError: where torch's generic functions ask, with a `ShardedOptimizer`.
-        """
-        if not torch.compiler.is_compiling():
-            for optimizer in local_of_state_call("optims", within=1) or ():
-                if isinstance(optimizer, ShardedOptimizer):
-                    optimizer.refuse_generic_state()
-        return self.module.named_parameters(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """A member of the wrapped module, by the first part of a name of `named_parameters`.
-
-        `torch.func.functional_call` looks parameters up by their names.
-        """
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name in self._names_inside():
-                return getattr(self.module, name)
-            raise
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a tensor with the name of the wrapped module's goes there."""
-        if isinstance(value, torch.Tensor) and name in self._names_inside():
-            setattr(self.module, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def _names_inside(self) -> set[str]:
-        module = self.__dict__.get("_modules", {}).get("module")  # not there while it is made
-        kinds = (module._modules, module._parameters, module._buffers) if module is not None else ()
-        return {name for kind in kinds for name in kind}
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Names that `state_dict()` has without "module.", and where they are.
-
-        `torch.distributed.checkpoint.state_dict` asks this of wrappers whose names have no prefix.
-        """
-        return dict.fromkeys(self._names_inside(), "module")
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load into the wrapped module, and into main weights where those are apart.
@@ -489,6 +482,38 @@ def _loaded_within(wrapper: DistributedDataParallel, _: Any) -> None:
     wrapper._end_load()
 
 
+def _copy_of_module(wrapper: DistributedDataParallel, memo: dict[int, Any]) -> nn.Module:
+    """A plain copy of the wrapped module with today's weights, marks and hooks of the user."""
+    written = [group.follow_main_weights() for group in wrapper._groups]  # all of them look
+    if any(written):
+        wrapper._gathers.start_again()
+    wrapper._gathers.finish()
+    module = copy.deepcopy(wrapper.module, memo)
+    if wrapper._waits is not None:
+        wrapper._waits.leave(module)
+    copy_roles(wrapper.module, module)
+    return module
+
+
+def _how_wrapped(wrapper: DistributedDataParallel) -> tuple[Any, ...]:
+    """Config, mesh and main weights that are apart, for `_wrap_again`."""
+    mesh = wrapper._mesh
+    parallel = isinstance(mesh, ParallelMesh)
+    where = (mesh.layout, mesh.device_type) if isinstance(mesh, ParallelMesh) else mesh
+    apart = {
+        number: (group.main_weights.range, group.main_weights.data.clone())
+        for number, group in enumerate(wrapper._groups)
+        if group.requires_grad and group.dtypes.main != group.dtypes.weights
+    }
+    return wrapper.config, parallel, where, apart
+
+
+def _users_state(wrapper: DistributedDataParallel) -> dict[str, Any]:
+    """Hooks, mode and attributes that a user has given the wrapper since it was made."""
+    of_any = nn.Module().__dict__.keys() - {"_parameters", "_buffers", "_modules"}
+    return {n: v for n, v in wrapper.__dict__.items() if n in of_any or n not in wrapper._own_names}
+
+
 def _wrap_again(
     cls: type[DistributedDataParallel],
     module: nn.Module,
@@ -536,14 +561,6 @@ def _check_kinds(config: object, mesh: object) -> None:
             )
 
 
-def _starting(begin: weakref.WeakMethod[Callable[[], None]]) -> Callable[[Any], None]:
-    def hook(_: torch.Tensor) -> None:
-        if (method := begin()) is not None:
-            method()
-
-    return hook
-
-
 def _settings(config: DistributedDataParallelConfig, dense: DataParallelAxes) -> GroupSettings:
     return GroupSettings(
         config.strategy,
@@ -554,30 +571,6 @@ def _settings(config: DistributedDataParallelConfig, dense: DataParallelAxes) ->
             config.reduction, config.reproducible, config.average_in_collective
         ),
     )
-
-
-def _make_groups(
-    refs: Sequence[ParameterRef],
-    config: DistributedDataParallelConfig,
-    settings: GroupSettings,
-    dense: DataParallelAxes,
-    expert: DataParallelAxes | None,
-    scratch: ScratchBuffers,
-) -> list[ParameterGroup]:
-    meta = [ref.name for ref in refs if ref.parameter.is_meta]
-    if meta:
-        raise ValueError(
-            f"{meta[0]} and {len(meta) - 1} others are on the meta device: give them values "
-            "before wrapping, or use lamina.fsdp.fully_shard, which materialises unit by unit"
-        )
-    groups = []
-    for key, members in plan_buckets(refs, config, dense.size):
-        wide = torch.promote_types(key.dtype, torch.float32)
-        wire = wide if config.grad_reduce_in_fp32 else None
-        dtypes = resolve_dtypes(key.dtype, wire=wire, moments=config.moments_dtype)
-        axes = expert if key.expert and expert is not None else dense
-        groups.append(ParameterGroup(members, axes, dtypes, settings, scratch))
-    return groups
 
 
 def _left_alone(module: nn.Module) -> set[int]:
@@ -641,38 +634,3 @@ def _axes_of_device_mesh(mesh: DeviceMesh) -> DataParallelAxes:
         f"mesh[{data!r}]",
     )
     return axes
-
-
-_LEAST, _PER_RANK = 40_000_000, 1_000_000
-
-
-def plan_buckets(
-    refs: Sequence[ParameterRef], config: DistributedDataParallelConfig, ranks: int
-) -> list[tuple[GroupKey, list[ParameterRef]]]:
-    """Buckets in the order in which backward is expected to complete them.
-
-    Parameters are taken in reverse order of registration, since the last layers' gradients are
-    there first. A bucket closes with the parameter that fills it, so none is cut. Buckets hold
-    parameters that agree on dtype, role and requires_grad.
-
-    `refs` are in order of registration, and `ranks` is the number of data-parallel ranks.
-    """
-    limit = config.bucket_size or max(_LEAST, _PER_RANK * ranks)
-    if config.num_buckets is not None:
-        total = sum(ref.parameter.numel() for ref in refs)
-        limit = max(1, -(-total // config.num_buckets))
-    buckets: list[tuple[GroupKey, list[ParameterRef]]] = []
-    for key, members in group_parameters(reversed(refs)):
-        bucket: list[ParameterRef] = []
-        held = 0
-        for ref in members:
-            bucket.append(ref)
-            held += ref.parameter.numel()
-            if held >= limit:
-                buckets.append((key, bucket))
-                bucket, held = [], 0
-        if bucket:
-            buckets.append((key, bucket))
-    place = {ref.name: index for index, ref in enumerate(reversed(refs))}
-    # A bucket is complete when the last of its parameters is: order the kinds by that.
-    return sorted(buckets, key=lambda bucket: place[bucket[1][-1].name])

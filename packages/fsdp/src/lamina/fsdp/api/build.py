@@ -8,6 +8,7 @@ import fnmatch
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,15 +18,20 @@ from lamina.buffers import BufferLayout, FlatBuffer, StoragePool
 from lamina.ddp import Strategy
 from lamina.ddp.engine import (
     DataParallelAxes,
+    Engine,
     GradientReducer,
     GroupDtypes,
     GroupSettings,
+    Guards,
     ModuleBuffers,
     ModuleWatch,
     Order,
     ParameterGroup,
     ParameterRef,
+    Prefetcher,
     ScratchBuffers,
+    Unit,
+    UnitHooks,
     Weights,
     WholeWeights,
     check_experts,
@@ -33,17 +39,16 @@ from lamina.ddp.engine import (
     plan_layout,
 )
 from lamina.fsdp.api.resolve import Sharding
-from lamina.fsdp.execution.debug_order import OrderCheck
-from lamina.fsdp.execution.debug_storage import StorageCheck
-from lamina.fsdp.execution.engine import ShardingEngine
-from lamina.fsdp.execution.hooks import UnitHooks
-from lamina.fsdp.execution.unit import Unit
+from lamina.fsdp.debugging.debug_order import OrderCheck
+from lamina.fsdp.debugging.debug_storage import StorageCheck
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.units.casting import cast_buffers, keep_modules
+from lamina.fsdp.units.dtensors import LocalisedParameters
 from lamina.fsdp.units.materialise import materialise_unit, move_buffers
 from lamina.fsdp.units.plan import UnitPlan
 from lamina.fsdp.weights.offloaded import OffloadedWeights, offloaded
 from lamina.fsdp.weights.sharded import EncodedWeights, ShardedWeights
+from lamina.fsdp.weights.unit_slots import UnitSlots
 
 __all__ = ["build_units", "start_engine", "storage_pool", "updated_apart", "without_values"]
 
@@ -123,7 +128,7 @@ def start_engine(
     *,
     wrapper: str = "fully_shard",
     left_alone: Collection[int] = (),
-) -> ShardingEngine:
+) -> Engine:
     """Put the units of one model to work.
 
     `hooks` are those of all modules that are units, or one together, the root's first, whose
@@ -146,18 +151,20 @@ def start_engine(
         check_finite=settings.report_nan_in_param_grad,
     )
     check = OrderCheck(sharding.dense, units, sharding.device) if settings.check_order else None
-    engine = ShardingEngine(
+    ahead = int(settings.overlap_param_gather)
+    slots = UnitSlots(pool, fixed_addresses=settings.cuda_graph_mode, memory=sharding.slot_memory)
+    buffers = _module_buffers(sharding)
+    engine = Engine(
         units,
         reducer,
-        pool=pool if settings.fsdp_double_buffer else None,
-        slot_memory=sharding.slot_memory,
-        overlap_gather=settings.overlap_param_gather,
-        fixed_addresses=settings.cuda_graph_mode,
-        gather_budget=settings.gather_budget,
-        order_check=check,
-        storage_check=StorageCheck(pool) if settings.check_storage else None,
-        watch=ModuleWatch((g for unit in units for g in unit.groups), wrapper, left_alone),
-        module_buffers=_module_buffers(sharding),
+        Prefetcher(units, ahead=ahead, budget=settings.gather_budget),
+        slots=slots if settings.fsdp_double_buffer else None,
+        guards=Guards(
+            watch=ModuleWatch((g for unit in units for g in unit.groups), wrapper, left_alone),
+            module_buffers=buffers if buffers.per_forward else None,
+            order=check,
+            reads=StorageCheck(pool).watching if settings.check_storage else nullcontext,
+        ),
     )
     for each in hooks:
         each.start(engine)
@@ -351,7 +358,13 @@ def _make_unit(
         )
         for group in groups
     ]
-    return Unit(plan.name, plan.module, made, plan.members)
+    return Unit(
+        plan.name,
+        type(plan.module).__name__,
+        made,
+        members=plan.members,
+        dress=LocalisedParameters.among(plan.refs),
+    )
 
 
 def _module_buffers(sharding: Sharding) -> ModuleBuffers:

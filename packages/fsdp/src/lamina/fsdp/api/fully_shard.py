@@ -11,9 +11,12 @@ from torch.optim import Optimizer
 
 from lamina.ddp.engine import (
     ScratchBuffers,
+    UnavailableError,
     adopt_main_parameters,
     answer_scalers,
+    attach_hooks,
     collect_parameters,
+    finish_before_steps,
     refuse_cut_tensors,
     refuse_optimizer,
     refuse_wrapped,
@@ -31,14 +34,12 @@ from lamina.fsdp.api.build import (
     without_values,
 )
 from lamina.fsdp.api.resolve import Sharding, resolve
-from lamina.fsdp.execution.hooks import attach_hooks, finish_before_steps
 from lamina.fsdp.module.sharded_module import (
     ShardedModule,
     WatchedModule,
     adopt,
     remember_sharding,
 )
-from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.state.cut_regions import (
     TensorRegions,
@@ -348,7 +349,7 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
         finish_before_steps(optimizer, engine)
         answer_scalers(optimizer, part.parameter_groups(), dist.get_world_size(), engine.reducer)
         step_over_groups(optimizer, part.parameter_groups(), engine.mark_weights_changed)
-        engine.follow(optimizer)
+        engine.optimizers.follow(optimizer)
     whole = any(map(gives_whole_tensors, parts))
     prepare_optimizer_state(optimizer, whole=whole, regions=regions)
     return optimizer

@@ -18,9 +18,13 @@ from torch.distributed.fsdp import OffloadPolicy
 from lamina.buffers import ShardedTensor, StoragePool
 from lamina.ddp.engine import (
     BufferPolicy,
+    Engine,
     ParameterGroup,
     ParameterRef,
     ScratchBuffers,
+    UnavailableError,
+    Unit,
+    attach_hooks,
     collect_parameters,
     refuse_wrapped,
     require_same_model,
@@ -28,15 +32,11 @@ from lamina.ddp.engine import (
 from lamina.fsdp.api.build import build_units, start_engine, storage_pool, without_values
 from lamina.fsdp.api.resolve import Sharding, resolve
 from lamina.fsdp.compat import one_graph_break
-from lamina.fsdp.execution.engine import ShardingEngine
-from lamina.fsdp.execution.hooks import attach_hooks
-from lamina.fsdp.execution.unit import Unit
 from lamina.fsdp.module.sharded_module import (
     ShardedModule,
     adopt,
     remember_sharding,
 )
-from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.settings.meshes import Mesh
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy, policy_from
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
@@ -84,7 +84,7 @@ class ModuleWithUnit(ShardedModule):
         return super().__call__(*args, **kwargs)
 
     @property
-    def sharding_engine(self) -> ShardingEngine:
+    def sharding_engine(self) -> Engine:
         """The model's engine; asked of a module that has none, makes it the outermost one."""
         if not self._unit_hooks.started:
             _make_engine(self)

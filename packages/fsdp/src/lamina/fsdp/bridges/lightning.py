@@ -10,9 +10,9 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 
+from lamina.ddp.engine import register_forward_method
 from lamina.fsdp.api.fully_shard import fully_shard_optimizer
 from lamina.fsdp.bridges.trainer_state import load_sharded, save_sharded, shard_over_all_ranks
-from lamina.fsdp.execution.hooks import register_forward_method
 from lamina.fsdp.module.sharded_module import ShardedModule, is_sharded
 
 __all__ = ["LaminaStrategy"]

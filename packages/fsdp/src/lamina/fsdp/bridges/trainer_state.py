@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
+from lamina.ddp.engine import register_forward_method
 from lamina.fsdp.api.fully_shard import fully_shard_model, fully_shard_optimizer
-from lamina.fsdp.execution.hooks import register_forward_method
 from lamina.fsdp.module.sharded_module import ShardedModule, is_sharded
 from lamina.mesh import ParallelMesh
 

@@ -6,10 +6,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from lamina.fsdp.execution.engine import ShardingEngine
-from lamina.fsdp.execution.hooks import UnitHooks, hooks_of, unit_of
-from lamina.fsdp.execution.unit import Unit, UnitState
-from lamina.fsdp.settings.hardware_limits import UnavailableError
+from lamina.ddp.engine import Engine, UnavailableError, Unit, UnitHooks, hooks_of, unit_of
 
 __all__ = ["UnitMethods", "UnshardHandle"]
 
@@ -24,9 +21,9 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Make the whole weights ready; nothing if a call of the module has done so meanwhile."""
-        awaited = (UnitState.GATHERING, UnitState.IN_BACKWARD)
-        if self._unit is not None and self._unit.state in awaited:
-            self._unit.unshard()
+        unit = self._unit
+        if unit is not None and (unit.in_backward or any(w.is_coming for w in unit.gathered)):
+            unit.unshard()
         self._unit = None
 
 
@@ -34,7 +31,7 @@ class UnitMethods(nn.Module):
     """What torch's FSDP2 offers on its modules, under the same names, and the module's units."""
 
     @property
-    def sharding_engine(self) -> ShardingEngine:
+    def sharding_engine(self) -> Engine:
         """The engine that gathers, releases and reduces."""
         return self._unit_hooks.engine
 
@@ -174,11 +171,11 @@ class UnitMethods(nn.Module):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather these modules' weights when this one's forward begins, instead of the next's."""
-        self.sharding_unit.prefetch[1] = _units_of(modules)
+        self.sharding_unit.set_prefetch(1, _units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather these modules' weights when this one's backward begins, instead of the next's."""
-        self.sharding_unit.prefetch[-1] = _units_of(modules)
+        self.sharding_unit.set_prefetch(-1, _units_of(modules))
 
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that raised, and all gradients, unsummed ones included.

@@ -10,9 +10,14 @@ from torch import nn
 
 from lamina.collectives.engine import broadcast
 from lamina.ddp import DataParallel
-from lamina.ddp.engine import MemoryBudgets, ParameterGroup
-from lamina.fsdp.execution.hooks import hooks_of, register_forward_method, unit_of
-from lamina.fsdp.execution.unit import Unit
+from lamina.ddp.engine import (
+    MemoryBudgets,
+    ParameterGroup,
+    Unit,
+    hooks_of,
+    register_forward_method,
+    unit_of,
+)
 from lamina.fsdp.module.fsdp2_methods import UnitMethods
 from lamina.fsdp.state.state_dicts import prepare_given_optimizers
 from lamina.fsdp.units.dtensors import take_form
@@ -51,7 +56,7 @@ class ShardedModule(UnitMethods):
     def memory_budgets(self) -> MemoryBudgets:
         """Limits in bytes that `memory_plan` reads."""
         engine = self.sharding_engine
-        budget = engine.gather_budget
+        budget = engine.prefetcher.budget
         gathers = None if budget is None else budget.limit
         return MemoryBudgets(gathers, engine.reducer.max_bytes_in_flight)
 
@@ -107,7 +112,7 @@ class ShardedModule(UnitMethods):
     def finish_grad_sync(self) -> None:
         """Wait until gradients are summed and visible; harmless when they are."""
         self.sharding_engine.reducer.finish()
-        self.sharding_engine.expect_step()
+        self.sharding_engine.optimizers.expect_step()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by `factor`, those of microbatches inside `no_sync` included."""
@@ -159,9 +164,9 @@ class ShardedModule(UnitMethods):
 
     def deregister_memory(self) -> None:
         """With `nccl_ub`: deregister, on all ranks, before the process group is destroyed."""
-        memory = self.sharding_engine.slot_memory
-        if memory is not None:
-            memory.close()
+        slots = self.sharding_engine.slots
+        if slots is not None:
+            slots.close()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module."""
@@ -208,6 +213,7 @@ _WITHIN: Any = "a sharded module is being copied"
 _OWN = "_lamina_"
 """What this package's attributes of modules begin with."""
 _SHARD_AGAIN = "_lamina_shard_again"
+_OWN_HOOKS = ("lamina.fsdp.", "lamina.ddp.execution.")
 _HOOK_TABLES = (
     *("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -240,7 +246,7 @@ def copy_sharded(module: ShardedModule, memo: dict[int, Any]) -> nn.Module:
     for unit in units:
         for group in unit.groups:
             for ref, main in zip(group.refs, group.main_parameters, strict=True):
-                blank = torch.empty(ref.parameter.shape, dtype=group.given_dtype, device="meta")
+                blank = torch.empty(ref.parameter.shape, dtype=group.dtypes.given, device="meta")
                 parameter = nn.Parameter(blank, requires_grad=group.requires_grad)
                 copy_role(main, parameter)
                 take_form(parameter, ref.parameter)
@@ -276,7 +282,7 @@ def _take_out(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         for name in _HOOK_TABLES:
             table: dict[int, Any] = made.__dict__.get(name, {})
             for handle, hook in list(table.items()):
-                if getattr(hook, "hook", hook).__module__.startswith("lamina.fsdp."):
+                if getattr(hook, "hook", hook).__module__.startswith(_OWN_HOOKS):
                     del table[handle]
 
 
@@ -298,9 +304,7 @@ def _shard_again(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
 def _copy_values(units: list[Unit], copies: list[Unit]) -> None:
     same = dict(zip(units, copies, strict=True))
     for unit, made in same.items():
-        made.reshard_after_forward = unit.reshard_after_forward
-        made.unshard_in_backward = unit.unshard_in_backward
-        made.prefetch = {k: tuple(map(same.__getitem__, v)) for k, v in unit.prefetch.items()}
+        made.choose_like(unit, same)
         for group, other in zip(unit.groups, made.groups, strict=True):
             group.refuse_assigned()
             other.main_weights.data.copy_(group.main_weights.data)
@@ -314,7 +318,7 @@ class WatchedModule(ShardedModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As for any module."""
-        with self.sharding_engine.watching():
+        with self.sharding_engine.guards.reads():
             return super().__call__(*args, **kwargs)
 
 

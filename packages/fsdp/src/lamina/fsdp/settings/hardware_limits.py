@@ -8,14 +8,10 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives import register_pool
 from lamina.collectives.engine import RegisteredPool
-from lamina.ddp.engine import registration_refusal
+from lamina.ddp.engine import UnavailableError, registration_refusal
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 
-__all__ = ["SlotMemory", "UnavailableError", "slot_memory"]
-
-
-class UnavailableError(NotImplementedError):
-    """An argument asks for what this machine or this build of Lamina does not have."""
+__all__ = ["SlotMemory", "slot_memory"]
 
 
 class SlotMemory:

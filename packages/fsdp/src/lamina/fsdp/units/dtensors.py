@@ -22,13 +22,11 @@ from lamina.fsdp.compat import local_shape_and_offset
 from lamina.mesh import mark
 
 __all__ = [
-    "hide_dtensors",
+    "LocalisedParameters",
     "is_cut_dtensor",
     "localise_dtensors",
-    "localised_among",
     "point_at_localised",
     "region_of_dtensor",
-    "show_dtensors",
     "take_form",
 ]
 
@@ -81,38 +79,44 @@ def point_at_localised(optimizer: Optimizer, module: nn.Module) -> None:
         settings["params"] = [places.get(id(p), p) for p in settings["params"]]
 
 
-def localised_among(refs: Iterable[ParameterRef]) -> tuple[ParameterRef, ...]:
-    """Those that were DTensors."""
-    return tuple(ref for ref in refs if _FORM in ref.parameter.__dict__)
+class LocalisedParameters:
+    """Parameters of a unit that modules see as DTensors in their forward."""
+
+    def __init__(self, refs: Iterable[ParameterRef]) -> None:
+        self._refs = tuple(refs)
+
+    @classmethod
+    def among(cls, refs: Iterable[ParameterRef]) -> "LocalisedParameters | None":
+        """Those that were DTensors; None where there are none."""
+        localised = [ref for ref in refs if _FORM in ref.parameter.__dict__]
+        return cls(localised) if localised else None
+
+    def show(self) -> None:
+        """Let modules hold DTensors made of the (whole) compute parameters."""
+        from torch.distributed.tensor import DTensor
+
+        for ref in self._refs:
+            form: _Form = ref.parameter.__dict__[_FORM]
+            made = DTensor.from_local(
+                ref.parameter,
+                form.mesh,
+                form.placements,
+                run_check=False,
+                shape=form.shape,
+                stride=form.stride,
+            )
+            ref.install(made)  # type: ignore[arg-type]  # no leaf: it lives for one forward
+
+    def hide(self) -> None:
+        """Let modules hold the compute parameters again."""
+        for ref in self._refs:
+            ref.install(ref.parameter)
 
 
 def take_form(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Let a parameter stand for the DTensor, if any, that another one of its shape stands for."""
     if _FORM in other.__dict__:
         parameter.__dict__[_FORM] = other.__dict__[_FORM]
-
-
-def show_dtensors(localised: Iterable[ParameterRef]) -> None:
-    """Let modules hold DTensors made of the (whole) compute parameters."""
-    from torch.distributed.tensor import DTensor
-
-    for ref in localised:
-        form: _Form = ref.parameter.__dict__[_FORM]
-        made = DTensor.from_local(
-            ref.parameter,
-            form.mesh,
-            form.placements,
-            run_check=False,
-            shape=form.shape,
-            stride=form.stride,
-        )
-        ref.install(made)  # type: ignore[arg-type]  # no leaf: it lives for one forward
-
-
-def hide_dtensors(localised: Iterable[ParameterRef]) -> None:
-    """Let modules hold the compute parameters again."""
-    for ref in localised:
-        ref.install(ref.parameter)
 
 
 def is_cut_dtensor(parameter: torch.Tensor) -> bool:

@@ -17,8 +17,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
 from lamina.collectives.engine import host_device
-from lamina.ddp.engine import DataParallelAxes, GradientState, RankSum, Reduction, ScratchBuffers
-from lamina.fsdp.settings.hardware_limits import UnavailableError
+from lamina.ddp.engine import (
+    DataParallelAxes,
+    GradientState,
+    RankSum,
+    Reduction,
+    ScratchBuffers,
+    UnavailableError,
+)
 from lamina.fsdp.weights.sharded import ShardedWeights
 
 __all__ = [

@@ -10,10 +10,11 @@ from torch import nn
 from lamina.buffers import FlatBuffer, StaleStorageError, StoragePool
 from lamina.collectives import Handle, all_gather_into
 from lamina.ddp.engine import (
+    COMING,
+    LIVE,
     DataParallelAxes,
     ParameterRef,
     Weights,
-    WeightsState,
     tensors_in,
 )
 from lamina.fsdp.settings.precision import WeightCodec
@@ -38,6 +39,8 @@ class ShardedWeights(Weights):
     the pool. The compute `dtype` is that of `local` by default.
     """
 
+    are_given_back = True
+
     def __init__(
         self,
         local: FlatBuffer,
@@ -49,8 +52,6 @@ class ShardedWeights(Weights):
         super().__init__(local, axes)
         self.key = key
         dtype = dtype or local.dtype
-        self.nbytes = local.layout.size * dtype.itemsize
-        """Bytes of the whole weights."""
         self.epoch = 0
         """How often the storage has moved. Views of the weights are of one epoch, and an epoch that
         is over never comes back."""
@@ -75,13 +76,13 @@ class ShardedWeights(Weights):
             p for p in self._parameters if type(p) is nn.Parameter or isinstance(p, _Released)
         ]
         self._released_class = type("ReleasedParameter", (_Released,), {"names": names})
-        if self.state is WeightsState.RELEASED:
+        if not self.is_live:
             for parameter in self._named:
                 parameter.__class__ = self._released_class
 
     def wait(self) -> None:
         """Wait for the gather: from then on the parameters can be read."""
-        if self.state is WeightsState.GATHERING:
+        if self.state in COMING:
             super().wait()
             for parameter in self._named:
                 parameter.__class__ = nn.Parameter
@@ -142,13 +143,12 @@ class ShardedWeights(Weights):
 
     def release(self) -> None:
         """Give the whole weights' storage back to the pool."""
-        if self.state is WeightsState.RELEASED:
+        if self.state not in LIVE:
             return
-        self.wait()
+        self._leave()
         self._pool.release(self.key)
         for parameter in self._named:
             parameter.__class__ = self._released_class
-        self.state = WeightsState.RELEASED
 
 
 class _Released(nn.Parameter):
@@ -265,7 +265,7 @@ class EncodedWeights(ShardedWeights):
 
     def wait(self) -> None:
         """Wait for codes and side data, and decode them where the parameters are."""
-        if self.state is not WeightsState.GATHERING:
+        if self.state not in COMING:
             return
         super().wait()
         if self._side_handle is not None:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from lamina.collectives.engine import start_all_gather
-from lamina.ddp.engine import DataParallelAxes
-from lamina.fsdp.execution.unit import Unit
+from lamina.ddp.engine import DataParallelAxes, Unit
 
 __all__ = ["OrderCheck", "RankOrderError"]
 

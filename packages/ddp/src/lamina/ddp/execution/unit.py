@@ -1,69 +1,38 @@
-"""A unit at work: its groups' weights come and go together.
+"""A unit: parameter groups whose whole weights come and go together.
 
-A unit is in one state of `UnitState` at a time. Only its own methods change the state, by the
-table `TRANSITIONS`; the engine, the hooks and the budgets call these methods.
+A unit has no state of its own for that. Its groups' weights know whether they are there, and what
+modules hold (`lamina.ddp.group.weights.WeightsState`). What a unit knows is which of its forwards
+and backwards are still to come, and whether gradients are coming now.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
-from operator import attrgetter
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from lamina.buffers import StaleStorageError
 from lamina.collectives.engine import Span
-from lamina.ddp.engine import ParameterGroup, WeightsState
-from lamina.fsdp.settings.hardware_limits import UnavailableError
-from lamina.fsdp.units.dtensors import hide_dtensors, localised_among
-from lamina.fsdp.weights.sharded import ShardedWeights
+from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.group.weights import COMING, IN_USE, LIVE, Weights
 
-__all__ = ["TRANSITIONS", "PendingBackward", "Unit", "UnitCalls", "UnitEvent", "UnitState"]
+__all__ = ["Dress", "PendingBackward", "UnavailableError", "Unit", "UnitCalls"]
 
 
-class UnitState(Enum):
-    """What a unit's modules hold, and who needs it."""
-
-    AT_REST = auto()
-    """Modules hold what the optimizer updates; gathered weights are released."""
-    GATHERING = auto()
-    """Gathers have begun, and nobody has waited for them yet."""
-    WHOLE = auto()
-    """Modules hold the compute parameters."""
-    IN_BACKWARD = auto()
-    """Gradients are coming. The engine takes nothing away before the last one has come."""
+class UnavailableError(NotImplementedError):
+    """An argument or a call asks for what this machine or this build of Lamina does not have."""
 
 
-class UnitEvent(Enum):
-    """What happens to a unit."""
+class Dress(Protocol):
+    """Another form in which modules see a unit's compute parameters, for one forward."""
 
-    START = auto()
-    """Its gathers begin."""
-    USE = auto()
-    """Its modules are about to compute, forward or backward."""
-    RELEASE = auto()
-    """Whole weights are given back."""
-    BACKWARD = auto()
-    """The first gradient has reached one of its outputs."""
-    BACKWARD_END = auto()
-    """Its last gradient has come, or the backward is over."""
+    def show(self) -> None:
+        """Let modules hold the parameters in that form."""
 
-
-_REST, _GATHERING, _WHOLE, _BACKWARD = UnitState
-TRANSITIONS: dict[UnitEvent, dict[UnitState, UnitState]] = {
-    UnitEvent.START: {_REST: _GATHERING, _WHOLE: _GATHERING},
-    UnitEvent.USE: {_GATHERING: _WHOLE},
-    UnitEvent.RELEASE: {_GATHERING: _REST, _WHOLE: _REST},
-    UnitEvent.BACKWARD: {_REST: _BACKWARD, _GATHERING: _BACKWARD, _WHOLE: _BACKWARD},
-    UnitEvent.BACKWARD_END: {_BACKWARD: _WHOLE},
-}
-"""The state after an event, by the state before. A state that is not listed stays."""
-
-_START, _USE, _RELEASE, _BEGIN_BACKWARD, _END_BACKWARD = TRANSITIONS.values()
-_EPOCH = attrgetter("epoch")
+    def hide(self) -> None:
+        """Let modules hold the compute parameters again."""
 
 
 class PendingBackward:
@@ -109,7 +78,7 @@ class UnitCalls:
             return True
         self._ran.add(member)
         complete = len(self._ran) == self.members
-        if complete:
+        if complete:  # the next call of any of them begins another round
             self._ran.clear()
         return complete
 
@@ -125,8 +94,7 @@ class UnitCalls:
 
     def expect_member(self, member: int) -> None:
         """Gradients may come to outputs of one of several modules."""
-        if self.members > 1:
-            self._coming.add(member)
+        self._coming.add(member)
 
     def member_came_back(self, member: int) -> None:
         """They have come."""
@@ -143,29 +111,34 @@ class UnitCalls:
 
 
 class Unit:
-    """Modules' parameters that are gathered and released together.
+    """Parameters that are gathered and given back together.
 
-    `name` is that of the unit's `module` in the model, "" for the root. The module is held weakly,
-    because it holds its engine through its hooks; its modules hold the compute parameters of
-    `groups`. So many `members` that are called are one unit.
+    `name` is that of the unit in the model, "" for the root, and `module_class` that of its module,
+    of which nothing is held, because a module holds its engine through its hooks. Modules hold the
+    compute parameters of `groups` while they compute, in the form of `dress` if there is one. So
+    many `members` that are called are one unit.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, groups: Sequence[ParameterGroup], members: int = 1
+        self,
+        name: str,
+        module_class: str,
+        groups: Sequence[ParameterGroup],
+        *,
+        members: int = 1,
+        dress: Dress | None = None,
     ) -> None:
         self.name = name
-        self.module_class = type(module).__name__
+        self.module_class = module_class
         self.groups = tuple(groups)
-        self.gathered: tuple[ShardedWeights, ...] = tuple(
-            group.weights for group in groups if isinstance(group.weights, ShardedWeights)
+        self.gathered: tuple[Weights, ...] = tuple(
+            group.weights for group in groups if group.weights.are_given_back
         )
         """Those of the groups' weights that come and go."""
-        self.gathered_bytes = sum(weights.nbytes for weights in self.gathered)
-        """Bytes of their whole weights."""
-        self.localised = localised_among(ref for group in groups for ref in group.refs)
-        """Parameters that modules see as DTensors in their forward."""
+        self.dress = dress
         self.calls = UnitCalls(members)
-        self.state = UnitState.WHOLE
+        self.in_backward = False
+        """Whether gradients are coming. The engine takes nothing away before the last has come."""
         self.reshard_after_forward: bool | None = None
         """Whether to give whole weights back between forward and backward, as far as somebody has
         said so. Otherwise the root keeps them, and other units do not."""
@@ -177,6 +150,7 @@ class Unit:
         self.stays_whole = False
         """Whether it is given back at the end of a step only (`keep_for_step`)."""
         self._before_gather: Callable[[Unit], None] | None = None
+        # Spans, and not events of torch: they begin and end in different functions.
         self.forward, self._backward = Span(), Span()
         """Its computing, in a profile."""
 
@@ -199,16 +173,27 @@ class Unit:
                 path = paths[int(number)]
             return f"{path}.{name}" if path else name
 
+        # The group owns the names; weights, records and errors get them from it.
         for group in self.groups:
             group.rename([whole(ref.name) for ref in group.refs])
 
     @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole weights that come and go."""
+        return sum(weights.full.numel() * weights.full.itemsize for weights in self.gathered)
+
+    @property
     def live_bytes(self) -> int:
-        """Bytes of gathered weights that are there, or on their way."""
-        there = (w for w in self.gathered if w.state is not WeightsState.RELEASED)
-        return sum(weights.nbytes for weights in there)
+        """Bytes of those of them that are there, or on their way."""
+        live = (weights.full for weights in self.gathered if weights.is_live)
+        return sum(full.numel() * full.itemsize for full in live)
 
     # -- weights come and go ------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait for what `start_unshard` began."""
+        for group in self.groups:
+            group.weights.wait()
 
     def follow_main_weights(self) -> None:
         """What was written to main parameters since the last look is gathered next."""
@@ -217,20 +202,20 @@ class Unit:
 
     def start_unshard(self) -> None:
         """Begin the gathers of all groups."""
-        self.state = _START.get(self.state, self.state)
+        # Ranks compare before they send: a gather that only some of them begin would hang.
         if self._before_gather is not None and self.live_bytes < self.gathered_bytes:
             self._before_gather(self)
         for group in self.groups:
-            if group.weights.state is WeightsState.RELEASED:
+            if group.weights.state not in LIVE:
                 group.weights.start()
 
     def finish_unshard(self) -> None:
         """Wait for what `start_unshard` began, and make the modules compute with it."""
+        # Group by group: the second one's gather goes on while the first one's is installed.
         for group in self.groups:
-            if group.weights.state is WeightsState.GATHERING:
+            if group.weights.state in COMING:
                 group.weights.wait()
             group.install_compute_parameters()
-        self.state = _USE.get(self.state, self.state)
 
     def unshard(self) -> None:
         """Make the whole weights ready and the modules compute with them."""
@@ -240,62 +225,32 @@ class Unit:
 
     def reshard(self, *, even_if_kept: bool = False) -> None:
         """Give the whole weights back; with `even_if_kept` those that stay for a step, too."""
-        if self.state is UnitState.AT_REST or (self.stays_whole and not even_if_kept):
+        if self.stays_whole and not even_if_kept:
             return
-        self.state = _RELEASE.get(self.state, self.state)
-        if self.localised:
-            hide_dtensors(self.localised)  # a forward that raised has left them there
+        undressed = self.dress is None
+        # What modules have written to compute parameters is read before the memory goes.
         for group in self.groups:
-            group.install_main_parameters()
+            if group.weights.state in IN_USE:
+                if not undressed and self.dress is not None:
+                    self.dress.hide()  # once for all groups: a forward that raised left them so
+                    undressed = True
+                group.install_main_parameters()
         for weights in self.gathered:
-            if weights.state is not WeightsState.RELEASED:
-                weights.release()
+            weights.release()
 
-    def begin_backward(self) -> bool:
-        """The first gradient has reached an output: whether the unit's backward begins with it."""
-        begins = self.state is not UnitState.IN_BACKWARD
+    def enter_backward(self) -> bool:
+        """A gradient has reached an output: whether the unit's backward begins with it."""
+        begins, self.in_backward = not self.in_backward, True
         if begins:
             self._backward.begin("backward of", self.name)
-        self.state = _BEGIN_BACKWARD.get(self.state, self.state)
         return begins
 
-    def end_backward(self, *, release: bool = True) -> None:
+    def leave_backward(self, *, release: bool = True) -> None:
         """The unit's gradients are complete, or the backward is over: give the weights back."""
         self._backward.end()
-        self.state = _END_BACKWARD.get(self.state, self.state)
+        self.in_backward = False
         if release:
             self.reshard()
-
-    # -- where autograd saved views -----------------------------------------------------------
-
-    @property
-    def epochs(self) -> tuple[int, ...]:
-        """The epochs of the gathered weights' storage, in which autograd saves views of them."""
-        return tuple(map(_EPOCH, self.gathered))
-
-    def save_epochs(self) -> None:
-        """Autograd saves views of the weights now: until `forget_epochs` they come back there."""
-        for weights in self.gathered:
-            weights.save_epoch()
-
-    def return_to(self, epochs: Sequence[int]) -> None:
-        """The backward of a forward that ran in these epochs comes now (again).
-
-        StaleStorageError: the storage has moved since, which that graph does not know.
-        """
-        if self.epochs != epochs:
-            raise StaleStorageError(
-                f"{self.title} has moved to another storage since the forward whose backward runs "
-                "again (retain_graph=True), as other backwards came between: run that forward "
-                "anew, walk its graph again before other backwards, or use "
-                "fsdp_double_buffer=False"
-            )
-        self.save_epochs()
-
-    def forget_epochs(self) -> None:
-        """No graph holds views of the weights any more."""
-        for weights in self.gathered:
-            weights.forget_epoch()
 
     # -- choices of users ---------------------------------------------------------------------
 
@@ -303,11 +258,21 @@ class Unit:
         """Whether, once gathered, the unit stays whole until the end of a step."""
         self.stays_whole = keep
         for weights in self.gathered:
-            weights.kept_for_step = keep
+            weights.keep_for_step(keep)
 
     def tell_before_gathers(self, hear: Callable[[Unit], None]) -> None:
         """Call `hear(unit)` when a gather is about to begin."""
         self._before_gather = hear
+
+    def choose_like(self, other: Unit, same: Mapping[Unit, Unit]) -> None:
+        """Take over what users have chosen for another model's unit; `same` gives ours for its."""
+        self.reshard_after_forward = other.reshard_after_forward
+        self.unshard_in_backward = other.unshard_in_backward
+        self.prefetch = {k: tuple(map(same.__getitem__, v)) for k, v in other.prefetch.items()}
+
+    def set_prefetch(self, step: int, units: Sequence[Unit]) -> None:
+        """Gather these units when this one's forward (1) or backward (-1) begins."""
+        self.prefetch[step] = tuple(units)
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Whether whole weights are given back between forward and backward, the root's too."""

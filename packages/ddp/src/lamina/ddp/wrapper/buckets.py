@@ -1,7 +1,4 @@
-"""When the weights of whole-weight buckets come back after a step, and who waits for which.
-
-All ranks begin the gathers in one order, the order of registration, whatever modules each of them
-runs: a gather that is needed begins those before it too.
+"""The plan of buckets: which parameters share one, and which modules wait for its weights.
 
 A parameter is waited for by the module that owns it. But a module may read the weights of a child
 that it never calls (torch's `MultiheadAttention` reads `out_proj`), so those of modules that nobody
@@ -18,30 +15,34 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives import RegistrationError, register_pool
 from lamina.collectives.engine import RegisteredPool, broadcast, registration_problem
-from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.execution.engine import Prefetcher
+from lamina.ddp.gradients.scratch import ScratchBuffers
+from lamina.ddp.group.group import GroupSettings, ParameterGroup
 from lamina.ddp.parameters.axes import DataParallelAxes
+from lamina.ddp.parameters.dtypes import resolve_dtypes
+from lamina.ddp.parameters.parameters import GroupKey, ParameterRef, group_parameters
+from lamina.ddp.wrapper.config import DistributedDataParallelConfig
 
-__all__ = ["ParamGathers", "adopt_model_weights", "registered_pool", "registration_refusal"]
+__all__ = [
+    "BucketWaits",
+    "adopt_model_weights",
+    "make_buckets",
+    "plan_buckets",
+    "registered_pool",
+    "registration_refusal",
+]
 
-_AHEAD = 4
-"""Buckets whose weights are on their way while one is waited for: one alone would leave the wire
-idle from its arrival to the next bucket's use. They are gathered in place, so more cost nothing."""
 
+class BucketWaits:
+    """Which modules of one wrapped model wait for which buckets' weights.
 
-class ParamGathers:
-    """The gathers of one wrapped module.
-
-    `groups` are in order of first use. With `aligned` all gathers begin when the forward begins.
-    With `hooks` weights are waited for where they are used; otherwise `finish` is called before.
+    The places are those of `groups` in the prefetcher's order.
     """
 
     def __init__(
-        self, module: nn.Module, groups: Sequence[ParameterGroup], *, aligned: bool, hooks: bool
+        self, module: nn.Module, groups: Sequence[ParameterGroup], prefetcher: Prefetcher
     ) -> None:
-        self._groups = tuple(groups)
-        self._begun = len(self._groups)  # groups before this place have been begun
-        self._aligned = aligned
-        self._hooked = hooks
+        self._prefetcher = prefetcher
         self._learning = False
         numbers = {inner: number for number, inner in enumerate(module.modules())}
         self._called = [False] * len(numbers)
@@ -51,12 +52,13 @@ class ParamGathers:
         for inner, number in numbers.items():
             for child in inner.children():
                 self._parents[numbers[child]].append(number)
-        for place, group in enumerate(self._groups):
-            for owner, _ in (one for ref in group.refs for one in ref.owners):
-                if (found := owner()) is not None and place not in self._own[numbers[found]]:
-                    self._own[numbers[found]].append(place)
+        for place, group in enumerate(groups):
+            for reference, _ in (owner for ref in group.refs for owner in ref.owners):
+                owner = reference()
+                if owner is not None and place not in self._own[numbers[owner]]:
+                    self._own[numbers[owner]].append(place)
         self._handles: set[int] = set()
-        for inner, number in numbers.items() if hooks else ():
+        for inner, number in numbers.items():
             if any(True for _ in inner.parameters()):
                 hook = _before_forward(weakref.ref(self), number)
                 self._handles.add(inner.register_forward_pre_hook(hook, prepend=True).id)
@@ -67,35 +69,17 @@ class ParamGathers:
             for handle in self._handles & inner._forward_pre_hooks.keys():
                 del inner._forward_pre_hooks[handle]
 
-    def changed(self) -> None:
-        """Main weights were written: whole weights have to come back (on all ranks)."""
-        if 0 < self._begun < len(self._groups):
-            self._begin(len(self._groups))  # peers may have begun all of the last ones
-        for group in self._groups:
-            group.weights.mark_changed()
-        self._begun = 0
-
     def begin(self, *, overlapped: bool) -> None:
         """The forward begins: bring the first weights on their way, or all of them in.
 
         `overlapped` says that this is a forward as those that were learnt from. Others (in
         evaluation the encoder layers of torch read all weights and call nobody) wait here.
         """
-        self._learning = overlapped and self._hooked
-        if not self._learning:
-            self.finish()
-            return
-        self._begin(len(self._groups) if self._aligned else _AHEAD)
-
-    def begin_all(self) -> None:
-        """Bring all weights on their way."""
-        self._begin(len(self._groups))
-
-    def finish(self) -> None:
-        """Wait until all weights are there (collective, if they are not)."""
-        self.begin_all()
-        for group in self._groups:
-            group.weights.wait()
+        self._learning = overlapped
+        if overlapped:
+            self._prefetcher.begin_first()
+        else:
+            self._prefetcher.finish()
 
     def before_module(self, number: int) -> None:
         """A module is about to run."""
@@ -105,39 +89,94 @@ class ParamGathers:
         if self._waits is None:
             self._waits = self._who_waits()
         for place in self._waits[number]:
-            weights = self._groups[place].weights
-            if not weights.ready:
-                self._begin(place + _AHEAD)
-                weights.wait()
-
-    def _begin(self, stop: int) -> None:
-        while self._begun < min(stop, len(self._groups)):
-            self._groups[self._begun].weights.start()
-            self._begun += 1
+            self._prefetcher.wait_for(place)
 
     def _who_waits(self) -> list[list[int]]:
-        """For every module, the places of the groups it waits for."""
+        """For every module, the places of the buckets it waits for."""
         waits: list[list[int]] = [[] for _ in self._own]
         for owner, places in enumerate(self._own):
             around = [owner]
             while around and places:
-                one = around.pop()
-                if self._called[one] or not self._parents[one]:
-                    waits[one] += [place for place in places if place not in waits[one]]
+                module = around.pop()
+                if self._called[module] or not self._parents[module]:
+                    waits[module] += [place for place in places if place not in waits[module]]
                 else:
-                    around += self._parents[one]
+                    around += self._parents[module]
         return [sorted(places) for places in waits]
 
 
-def _before_forward(gathers: weakref.ref[ParamGathers], number: int) -> Callable[..., None]:
+def _before_forward(waits: weakref.ref[BucketWaits], number: int) -> Callable[..., None]:
     """A pre-forward hook. Its reference is weak: groups hold the module's parameters."""
 
     def hook(*_: Any) -> None:
-        if (found := gathers()) is not None:
-            found.before_module(number)
+        if (known := waits()) is not None:
+            known.before_module(number)
 
     disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
+
+
+_LEAST, _PER_RANK = 40_000_000, 1_000_000
+
+
+def plan_buckets(
+    refs: Sequence[ParameterRef], config: DistributedDataParallelConfig, ranks: int
+) -> list[tuple[GroupKey, list[ParameterRef]]]:
+    """Buckets in the order in which backward is expected to complete them.
+
+    Parameters are taken in reverse order of registration, since the last layers' gradients are
+    there first. A bucket closes with the parameter that fills it, so none is cut. Buckets hold
+    parameters that agree on dtype, role and requires_grad.
+
+    `refs` are in order of registration, and `ranks` is the number of data-parallel ranks.
+    """
+    limit = config.bucket_size or max(_LEAST, _PER_RANK * ranks)
+    if config.num_buckets is not None:
+        total = sum(ref.parameter.numel() for ref in refs)
+        limit = max(1, -(-total // config.num_buckets))
+    buckets: list[tuple[GroupKey, list[ParameterRef]]] = []
+    for key, members in group_parameters(reversed(refs)):
+        bucket: list[ParameterRef] = []
+        held = 0
+        for ref in members:
+            bucket.append(ref)
+            held += ref.parameter.numel()
+            if held >= limit:
+                buckets.append((key, bucket))
+                bucket, held = [], 0
+        if bucket:
+            buckets.append((key, bucket))
+    place = {ref.name: index for index, ref in enumerate(reversed(refs))}
+    # A bucket is complete when the last of its parameters is: order the kinds by that.
+    return sorted(buckets, key=lambda bucket: place[bucket[1][-1].name])
+
+
+def make_buckets(
+    refs: Sequence[ParameterRef],
+    config: DistributedDataParallelConfig,
+    settings: GroupSettings,
+    dense: DataParallelAxes,
+    expert: DataParallelAxes | None,
+    scratch: ScratchBuffers,
+) -> list[ParameterGroup]:
+    """Buffers for all buckets, in the order in which they are reduced (collective).
+
+    ValueError: for a model on the meta device.
+    """
+    meta = [ref.name for ref in refs if ref.parameter.is_meta]
+    if meta:
+        raise ValueError(
+            f"{meta[0]} and {len(meta) - 1} others are on the meta device: give them values "
+            "before wrapping, or use lamina.fsdp.fully_shard, which materialises unit by unit"
+        )
+    groups = []
+    for key, members in plan_buckets(refs, config, dense.size):
+        wide = torch.promote_types(key.dtype, torch.float32)
+        wire = wide if config.grad_reduce_in_fp32 else None
+        dtypes = resolve_dtypes(key.dtype, wire=wire, moments=config.moments_dtype)
+        axes = expert if key.expert and expert is not None else dense
+        groups.append(ParameterGroup(members, axes, dtypes, settings, scratch))
+    return groups
 
 
 def adopt_model_weights(group: ParameterGroup, indices: Iterable[int] | None = None) -> None:

@@ -37,7 +37,8 @@ class ModuleBuffers:
         ignored: Collection[str] = (),
     ) -> None:
         self._at_start = policy not in ("never", False)
-        self._per_forward = policy in ("forward", True)
+        self.per_forward = policy in ("forward", True)
+        """Whether forwards bring them together too."""
         self._axes = {False: dense, True: dense if expert is None else expert}
         self._has_experts = expert is not None
         self._ignored = frozenset(ignored)
@@ -54,7 +55,7 @@ class ModuleBuffers:
 
     def before_forward(self, root: nn.Module) -> None:
         """A forward of the model begins: one of training, or the first after it, as in torch."""
-        if self._per_forward:
+        if self.per_forward:
             if root.training or self._written:
                 self._send(root, {id(module) for module in root.modules()})
             self._written = root.training

@@ -1,4 +1,15 @@
-"""What ties the engine to modules and optimizers: hooks, and marks on the autograd graph."""
+"""What ties the engine to modules and optimizers: hooks, and marks on the autograd graph.
+
+Note [Marked outputs]
+    torch's own backward hooks of modules fire when gradients of a module's inputs are there, and
+    not at all where no input needs one, as of an embedding. A unit's weights are needed before:
+    when the first gradient comes to one of its outputs. So outputs carry a hook that announces it,
+    and inputs pass through one node of the graph whose backward comes after all of the unit's own.
+    A unit without such inputs is closed when the backward of the model ends. A unit may be called
+    several times, or run again without being called by autograd (reentrant recomputation), so each
+    call leaves a `PendingBackward` on its graph, and the unit is closed when none is left. Leaves
+    carry no hook: a user's parameter would keep it for good.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +23,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lamina.ddp.engine import Loan, map_tensors, tensors_in
-from lamina.fsdp.compat import function_transform
-from lamina.fsdp.execution.engine import ShardingEngine
-from lamina.fsdp.execution.unit import PendingBackward, Unit
-from lamina.fsdp.settings.hardware_limits import UnavailableError
-from lamina.fsdp.units.dtensors import hide_dtensors, show_dtensors
+from lamina.ddp.compat import function_transform
+from lamina.ddp.execution.engine import Engine
+from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
+from lamina.ddp.parameters.tensor_trees import Loan, map_tensors, tensors_in
 
 __all__ = [
     "UnitHooks",
     "attach_hooks",
     "finish_before_steps",
     "hooks_of",
+    "mark_outputs",
     "register_forward_method",
     "unit_of",
 ]
@@ -38,7 +48,7 @@ class _AfterBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        engine: ShardingEngine,
+        engine: Engine,
         unit: Unit,
         pending: PendingBackward,
         *inputs: torch.Tensor,
@@ -76,7 +86,7 @@ class UnitHooks:
         self._inner = inner
         self.methods: list[str] = []
         """Names of the registered methods of the module."""
-        self._engine: ShardingEngine | None = None
+        self._engine: Engine | None = None
         self._in_method = False
         """Inside a registered method: calls of `forward` from there find the unit gathered, and
         must not release it under the method's feet."""
@@ -92,7 +102,7 @@ class UnitHooks:
             "lamina.ddp.full_parameters(model)"
         )
 
-    def start(self, engine: ShardingEngine) -> None:
+    def start(self, engine: Engine) -> None:
         """The unit is one of this engine's from now on."""
         self._engine = engine
 
@@ -102,7 +112,7 @@ class UnitHooks:
         return self._engine is not None
 
     @property
-    def engine(self) -> ShardingEngine:
+    def engine(self) -> Engine:
         """The model's engine; RuntimeError if there is none yet."""
         if self._engine is None:
             raise RuntimeError(
@@ -117,6 +127,7 @@ class UnitHooks:
             return None
         self._loans.append(loan := Loan())
         engine, unit = self.engine, self.unit
+        # A transform would take views of weights along that a release takes the memory from.
         if unit.gathered and function_transform() is not None:
             raise UnavailableError(
                 f"{unit.title} was called inside torch.vmap or another transform of torch.func, "
@@ -129,8 +140,9 @@ class UnitHooks:
         if dtype is not None and self._inner and engine.computes:
             dtype = None  # the root has cast its own
         engine.before_forward(unit)
-        if unit.localised:
-            show_dtensors(unit.localised)
+        # From here on modules hold the compute parameters: those that were DTensors become ones.
+        if unit.dress is not None:
+            unit.dress.show()
         inputs = args, tuple(kwargs.values())
         if dtype is not None:
             inputs = _cast(inputs, dtype, loan)
@@ -145,10 +157,11 @@ class UnitHooks:
             return None
         engine, unit = self.engine, self.unit
         outputs = chain(tensors_in(output), self._loans[-1].written())
-        if torch.is_grad_enabled() and _mark_outputs(engine, unit, self.member, outputs):
+        marked = torch.is_grad_enabled() and mark_outputs(engine, unit, self.member, outputs)
+        if marked and unit.calls.members > 1:  # each of them has a backward to wait for
             engine.expect_backward(unit, self.member)
-        if unit.localised:
-            hide_dtensors(unit.localised)
+        if unit.dress is not None:
+            unit.dress.hide()
         engine.after_forward(unit, self.member)
         return output if self._output_dtype is None else _cast(output, self._output_dtype)
 
@@ -161,7 +174,7 @@ class UnitHooks:
         """Call a method of the unit's module as if it was `forward`."""
         if not self.started:
             _ = module.sharding_engine  # `shard_module`: the first call of the outermost makes it
-        with self.engine.watching():
+        with self.engine.guards.reads():
             try:
                 args, kwargs = self.before(module, args, kwargs) or (args, kwargs)
                 entered, self._in_method = self._in_method, True
@@ -309,7 +322,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     hooks.methods.append(name)
 
 
-def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any, loan: Loan) -> Any:
+def _mark_inputs(engine: Engine, unit: Unit, inputs: Any, loan: Loan) -> Any:
     """The inputs, with those that need gradients passed through one node of the graph."""
     found: dict[int, torch.Tensor] = {}
 
@@ -320,7 +333,8 @@ def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any, loan: Loan) ->
 
     map_tensors(inputs, note, loan)
     if not found:
-        return inputs
+        return inputs  # the end of the backward closes this unit
+    # One node for all of them: its backward runs when the last of their gradients is there.
     marked = _AfterBackward.apply(  # type: ignore[no-untyped-call]
         engine, unit, unit.calls.expect(), *found.values()
     )
@@ -328,12 +342,11 @@ def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any, loan: Loan) ->
     return map_tensors(inputs, lambda tensor: replaced.get(id(tensor), tensor), loan)
 
 
-def _mark_outputs(
-    engine: ShardingEngine, unit: Unit, member: int, outputs: Iterable[torch.Tensor]
-) -> bool:
+def mark_outputs(engine: Engine, unit: Unit, member: int, outputs: Iterable[torch.Tensor]) -> bool:
     """Whether there are outputs that gradients may come to, which announce them from now on."""
-    epochs = unit.epochs
+    epochs = engine.epochs_of(unit)
 
+    # Each output announces it: nobody knows which of them the loss depends on.
     def announce(_: torch.Tensor) -> None:
         engine.before_backward(unit, epochs, member)
 
@@ -349,14 +362,14 @@ def _cast(tree: Any, dtype: torch.dtype, loan: Loan | None = None) -> Any:
     return map_tensors(tree, lambda t: t.to(dtype) if torch.is_floating_point(t) else t, loan)
 
 
-def finish_before_steps(optimizer: Optimizer, engine: ShardingEngine) -> None:
+def finish_before_steps(optimizer: Optimizer, engine: Engine) -> None:
     """Before each step, sum gradients that no backward was told to be the last for.
 
     A step with a closure whose backward would not be the last is refused (RuntimeError). An
     optimizer of several models has one hook for all: it comes before those that read gradients, and
     finishes the models in one order on all ranks.
     """
-    engines: list[weakref.ref[ShardingEngine]] | None = optimizer.__dict__.get(_FINISHED)
+    engines: list[weakref.ref[Engine]] | None = optimizer.__dict__.get(_FINISHED)
     if engines is not None:
         engines.append(weakref.ref(engine))
         return
@@ -369,7 +382,7 @@ def finish_before_steps(optimizer: Optimizer, engine: ShardingEngine) -> None:
             if (found := reference()) is not None and not found.reducer.is_final:
                 finish(held, found, closure)
 
-    def finish(held: Optimizer, found: ShardingEngine, closure: Any) -> None:
+    def finish(held: Optimizer, found: Engine, closure: Any) -> None:
         if closure is not None:
             raise RuntimeError(
                 f"{type(held).__name__}.step(closure) where no backward is the step's last "

@@ -1,0 +1,660 @@
+"""The engine of one model: when units are gathered, given back and reduced.
+
+A forward walks units in some order; the engine gathers the next unit while one computes. A backward
+walks it the other way. What starts a backward is the first gradient that reaches any unit's output,
+what ends it is autograd's own callback (`GradientReducer.begin_backward` and the story below it),
+and both are told apart from recomputation, which runs forwards inside a backward.
+
+There are two plans. `fully_shard` and `shard_module` plan units of modules, whose weights are given
+back after use. `DistributedDataParallel` plans buckets over whole weights: its only unit is the
+root, which has no weights of its own, and `Prefetcher` brings those of buckets back in one order.
+
+Note [Two orders of gathers]
+    Modules that are gathered themselves (`fully_shard`) force one order on all ranks: whoever runs
+    a unit gathers it. So the order of the last forward is what comes next, and a unit that is
+    gathered ahead and not called costs a gather and nothing else. Buckets over whole weights
+    (`DistributedDataParallel`) are no modules. Ranks that run different modules wait for different
+    buckets, so all of them begin the gathers in one fixed order: a bucket that is waited for begins
+    those before it too, and the end of the forward begins the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lamina.buffers import StaleStorageError
+from lamina.collectives.engine import current_stream
+from lamina.ddp.backward.gradient_hooks import await_backward
+from lamina.ddp.backward.reducer import GradientReducer
+from lamina.ddp.compat import current_graph_task_id, graph_is_kept
+from lamina.ddp.execution.module_buffers import ModuleBuffers
+from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
+from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.group.module_watch import ModuleWatch
+
+__all__ = ["Engine", "GatherBudget", "Guards", "Prefetcher", "SharedSlots", "UnitOrder"]
+
+
+class UnitOrder(Protocol):
+    """Compares over ranks which units run."""
+
+    def gather(self, unit: Unit, ran: Sequence[Unit], *, backward: bool) -> None:
+        """A unit is about to be gathered, after these have begun to run."""
+
+    def end(self, ran: Sequence[Unit], *, backward: bool) -> None:
+        """A forward or backward of these units has ended."""
+
+
+class SharedSlots(Protocol):
+    """Storage that units share by a plan, and that may move a unit from one step to the next.
+
+    An epoch is a time in which a unit's weights do not move. Views that autograd has saved are of
+    one epoch, and the unit has to come back there for their backward.
+    """
+
+    def start(self, unit: Unit, units: Sequence[Unit]) -> None:
+        """Begin a unit's gathers; whoever of `units` sits in its place without need makes room."""
+
+    def save_epochs(self, unit: Unit) -> None:
+        """Autograd saves views of a unit's weights from now on."""
+
+    def epochs(self, unit: Unit) -> tuple[int, ...]:
+        """The epochs of a unit's weights."""
+
+    def return_to(self, unit: Unit, epochs: tuple[int, ...]) -> None:
+        """A backward comes to views of these epochs; StaleStorageError: they are over."""
+
+    def forget_epochs(self, unit: Unit) -> None:
+        """No graph holds views of a unit's weights any more."""
+
+    def settle(self, units: Sequence[Unit]) -> None:
+        """A whole step was observed, and no graph waits."""
+
+    def apart(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
+        """All units are whole inside, as in no step."""
+
+    def close(self) -> None:
+        """Let go of registered memory."""
+
+
+class GatherBudget:
+    """How many bytes of whole weights a rank may have at once, and who makes room for whom.
+
+    A unit is gathered ahead only where it fits. One that is about to compute is always gathered:
+    units that are not computing (gathered ahead, or kept since their forward) go first. Units that
+    stay whole for a step because somebody asked for it are not counted.
+    """
+
+    def __init__(self, units: Iterable[Unit], limit: int) -> None:
+        self.limit = limit
+        self._units = tuple(units)
+
+    def fits(self, unit: Unit) -> bool:
+        """Whether a unit can be gathered beside what is there or on its way."""
+        live = sum(other.live_bytes for other in self._units if not other.stays_whole)
+        return live + unit.gathered_bytes - unit.live_bytes <= self.limit
+
+    def make_room(self, unit: Unit, order: Sequence[Unit], computing: Sequence[Unit]) -> None:
+        """Give back what need not be there for a unit that is about to compute.
+
+        Units run in this order: those whose turn is farthest off go first, and none in whose
+        forward we are (`computing`).
+        """
+        if self.fits(unit):
+            return
+        turn = {id(other): index for index, other in enumerate(order)}
+        here = turn.get(id(unit), 0)
+        idle = [
+            other
+            for other in self._units
+            if other.live_bytes
+            and other is not unit
+            and not other.in_backward
+            and not any(other is busy for busy in computing)
+        ]
+        idle.sort(key=lambda other: abs(turn.get(id(other), len(order)) - here), reverse=True)
+        for other in idle:
+            if self.fits(unit):
+                return
+            other.reshard()
+
+
+class Prefetcher:
+    """Begins the gathers of one model's units, see Note [Two orders of gathers].
+
+    Args:
+        units: all of them; in order of first use, which is kept to, if the order is `fixed`.
+        fixed: whether all ranks begin gathers in this one order, whatever modules they run.
+        ahead: how many units are on their way beside the one that is needed.
+        budget: bytes of whole weights instead of a number of units; None counts units.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        fixed: bool = False,
+        ahead: int = 1,
+        budget: int | None = None,
+    ) -> None:
+        self.order: list[Unit] = list(units) if fixed else []
+        """As units ran in the last forward, or always run."""
+        self.ran: list[Unit] = []
+        """Units that the forward at hand has come to, in its order."""
+        self.budget = None if budget is None else GatherBudget(units, budget)
+        self._fixed = fixed
+        self._ahead = ahead
+        self._begun = len(self.order)  # of a fixed order: units before this place have been begun
+
+    def begin_forward(self) -> None:
+        """A forward of the model begins."""
+        self.ran = []
+
+    def end_forward(self) -> None:
+        """A forward has ended: its order is what comes next."""
+        if self._fixed:
+            self.begin_up_to(len(self.order))  # those of modules that ran on other ranks only
+        else:
+            self.order = self.ran
+
+    def begin_beside(self, unit: Unit, step: int) -> None:
+        """Begin the gathers of units that came after (1) or before (-1) a unit last time."""
+        ahead: Sequence[Unit] = ()
+        if step in unit.prefetch:  # somebody has said which
+            ahead = unit.prefetch[step]
+        elif self._ahead and not self._fixed and unit in self.order:
+            index = self.order.index(unit)
+            ahead = self.order[index + 1 :] if step > 0 else self.order[:index][::-1]
+            ahead = ahead[: self._ahead] if self.budget is None else ahead
+        for other in ahead:
+            if step < 0 and not other.unshard_in_backward:
+                continue
+            if self.budget is not None and not self.budget.fits(other):
+                return
+            # Its slot may be taken for now: it is gathered when its turn comes.
+            with suppress(StaleStorageError):
+                other.start_unshard()
+
+    # -- a fixed order ------------------------------------------------------------------------
+
+    def begin_up_to(self, stop: int) -> None:
+        """Begin the gathers of all units before a place."""
+        while self._begun < min(stop, len(self.order)):
+            self.order[self._begun].start_unshard()
+            self._begun += 1
+
+    def begin_first(self) -> None:
+        """Begin the gathers that the beginning of a forward needs."""
+        self.begin_up_to(self._ahead)
+
+    def wait_for(self, place: int) -> None:
+        """The unit at a place is read now."""
+        unit = self.order[place]
+        if not all(group.weights.ready for group in unit.groups):
+            self.begin_up_to(place + self._ahead)
+            unit.wait()
+
+    def finish(self) -> None:
+        """Wait until all units are there (collective, if they are not)."""
+        self.begin_up_to(len(self.order))
+        for unit in self.order:
+            unit.wait()
+
+    def follow_writes(self) -> None:
+        """Main weights of some unit were found written: in a fixed order all units come back."""
+        if self._fixed:
+            self.start_again()
+
+    def start_again(self) -> None:
+        """Main weights were written: all units have to come back (on all ranks)."""
+        if 0 < self._begun < len(self.order):
+            self.begin_up_to(len(self.order))  # peers may have begun all of the last ones
+        for unit in self.order:
+            for group in unit.groups:
+                group.weights.mark_changed()
+        self._begun = 0
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What looks after a model beside its computing.
+
+    Attributes:
+        watch: looks for parameters that modules hold since, before each forward of training.
+        module_buffers: brings buffers together before forwards.
+        order: compares over ranks which units run.
+        reads: makes what is entered around a forward: it watches over reads of released weights.
+    """
+
+    watch: ModuleWatch | None = None
+    module_buffers: ModuleBuffers | None = None
+    order: UnitOrder | None = None
+    reads: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+class _Graphs:
+    """Graphs whose backward is still to come, or that were kept for another one.
+
+    While one waits, main parameters answer `torch.autograd.grad` in their compute parameters'
+    place; see Note [autograd.grad of main parameters] in `lamina.ddp.backward.gradient_hooks`.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
+        self._groups = groups
+        self.kept = False
+        """Whether the newest backward keeps its graph: another may come to the same storage."""
+        self._waits = False
+        self._kept_ones = weakref.WeakSet[PendingBackward]()
+
+    def wait(self) -> None:
+        """A forward of training has ended."""
+        self._waits = await_backward(self._groups, True)
+
+    def begin(self) -> None:
+        """A forward or a backward of the model begins."""
+        if self._waits:
+            self._waits = await_backward(self._groups, False)
+
+    def begin_backward(self) -> None:
+        """A backward begins, and says whether it keeps its graph."""
+        self.begin()
+        self.kept = graph_is_kept()
+
+    def came_back(self, pending: PendingBackward) -> None:
+        """The backward has come to the end of a unit's part of its graph."""
+        if self.kept:
+            self._kept_ones.add(pending)
+        elif self._kept_ones:
+            self._kept_ones.discard(pending)
+
+    def end_backward(self, *, waits: bool) -> None:
+        """It is over; `waits` says that other graphs wait."""
+        if waits or self._kept_ones:
+            self.wait()
+
+
+class Optimizers:
+    """Which optimizers tell when they have written main weights, of these groups."""
+
+    def __init__(self, groups: list[ParameterGroup]) -> None:
+        self._groups = groups
+        self._known: set[int] = set()  # `id`s of main parameters that one of them holds
+        self._untold = groups  # groups whose main weights somebody may write without telling
+
+    @property
+    def are_known(self) -> bool:
+        """Whether there is one that tells, or nothing to tell of."""
+        return bool(self._known) or not self._untold
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """An optimizer will tell when it wrote the main weights it holds now."""
+        self._known.update(id(p) for settings in optimizer.param_groups for p in settings["params"])
+        self._untold = [
+            group
+            for group in self._groups
+            if group.requires_grad and any(id(p) not in self._known for p in group.main_parameters)
+        ]
+
+    def expect_step(self) -> None:
+        """Gradients are final: an optimizer that nobody was told of may write main weights."""
+        for group in self._untold:
+            group.weights.mark_changed()
+
+
+class Engine:
+    """Gathers, gives back and reduces the units of one model.
+
+    Args:
+        units: the root first, then in order of registration.
+        reducer: sums gradients over ranks.
+        prefetcher: which units are gathered ahead.
+        slots: places that units share, if they do; see Note [Slots] in `lamina.buffers.pool.slots`.
+        guards: what else looks after the model.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        reducer: GradientReducer,
+        prefetcher: Prefetcher,
+        *,
+        slots: SharedSlots | None = None,
+        guards: Guards | None = None,
+    ) -> None:
+        self.units = tuple(units)
+        self.root = self.units[0]
+        self.reducer = reducer
+        self.prefetcher = prefetcher
+        self.slots = slots
+        self.guards = guards or Guards()
+        reducer.tell(self)
+        if self.guards.order is not None:
+            engine = weakref.ref(self)  # the engine holds its units, and not the other way round
+            for unit in self.units:
+                unit.tell_before_gathers(functools.partial(_before_gather, engine))
+        self.optimizers = Optimizers(list(self.groups))
+        self._graphs = _Graphs([group for group in self.groups if group.requires_grad])
+        self._swapped = [g for g in self.groups if g.mains_are_separate and g.writes.addresses]
+        self._device = next((g.device for g in self.groups), torch.device("cpu"))
+        self._computing: list[Unit] = []
+        self._stream: torch.cuda.Stream | None = None  # of the root's forward
+        self._ran_backward: list[Unit] = []
+        self._recomputed: Unit | None = None
+        self._all_whole = False
+
+    @property
+    def groups(self) -> Iterator[ParameterGroup]:
+        """All groups of all units, frozen ones included."""
+        for unit in self.units:
+            yield from unit.groups
+
+    def gathered_again(self) -> list[ParameterGroup]:
+        """Groups that are released after their forward, so that a backward gathers them again."""
+        order = self.prefetcher.order
+        last = order[-1] if order else self.units[-1]
+        kept = {self.root: self.root.reshard_after_forward is not True, last: True}
+        again = (
+            unit
+            for unit in self.units
+            if unit.unshard_in_backward
+            and not unit.stays_whole
+            and not kept.get(unit, unit.reshard_after_forward is False)
+        )
+        return [group for unit in again for group in unit.groups]
+
+    def look(self, root: nn.Module) -> None:
+        """Before a forward of the outermost module: its buffers, and parameters new since.
+
+        RuntimeError: it holds parameters that it did not hold when it was wrapped.
+        """
+        guards = self.guards
+        if self.reducer.in_backward:
+            return
+        if guards.watch is not None and torch.is_grad_enabled():
+            guards.watch.look(root, optimizer_known=self.optimizers.are_known)
+        if guards.module_buffers is not None:
+            guards.module_buffers.before_forward(root)
+
+    @property
+    def computes(self) -> bool:
+        """Whether a forward of the root, or a backward, is going on: units are called by it."""
+        return self.reducer.in_backward or self.root in self._computing
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit) -> None:
+        """A unit's module is about to run."""
+        reducer, prefetcher = self.reducer, self.prefetcher
+        reducer.abandon_if_raised()
+        self._computing.append(unit)
+        if reducer.in_backward:
+            # Recomputation: the backward that runs has gathered what it needs ahead of this.
+            self._start(unit)
+            unit.finish_unshard()
+            unit.forward.begin("forward again of", unit.name)
+            return
+        if unit is self.root:
+            self._begin_forward()
+        elif self._stream is not None and self.root in self._computing:
+            self._refuse_other_stream(unit)
+        training = torch.is_grad_enabled()
+        unit.calls.begin(training=training)
+        first = unit not in prefetcher.ran
+        if first:
+            prefetcher.ran.append(unit)
+        # A module around it may have written to its parameters since the forward began.
+        if unit is not self.root:
+            unit.follow_main_weights()
+        # Its own gather goes first on the wire. The next unit's follows before we wait, so that it
+        # is under way while this one computes.
+        self._start(unit)
+        if first or unit.calls.members == 1:
+            prefetcher.begin_beside(unit, 1)
+        unit.finish_unshard()
+        # From here on autograd saves views of the weights, which backward has to find again.
+        if training and self.slots is not None:
+            self.slots.save_epochs(unit)
+        unit.forward.begin("forward of", unit.name)
+
+    def _refuse_other_stream(self, unit: Unit) -> None:
+        if current_stream(self._device) != self._stream:
+            raise RuntimeError(
+                f"unit {unit.name} runs on another CUDA stream than the forward it is part of, and "
+                "its weights are gathered and released for that one alone: run all units on one "
+                "stream, or leave this module out of fsdp_unit_modules"
+            )
+
+    def _begin_forward(self) -> None:
+        """The root is about to run: follow what the user has done since the last forward."""
+        self.prefetcher.begin_forward()
+        self._computing = [self.root]
+        self._graphs.begin()
+        self._stream = current_stream(self._device)
+        if self._follow_users():
+            self.prefetcher.follow_writes()
+        for unit in self.units:
+            unit.calls.new_forward()
+
+    def _follow_users(self) -> bool:
+        """Follow what users have done to parameters: whether they have written to any."""
+        # Where modules hold main parameters between forwards, what is assigned to one is not what
+        # they will compute with.
+        for group in self._swapped:
+            group.refuse_assigned()
+        written = [group.begin_forward() for group in self.reducer.groups]  # all of them look
+        return any(written)
+
+    def after_forward(self, unit: Unit, member: int = 0) -> None:
+        """A unit's module has run: release it, unless backward or others of its own need it."""
+        unit.forward.end()
+        if unit in self._computing:
+            self._computing.remove(unit)
+        if self.reducer.in_backward:
+            self._after_recomputation(unit)
+            return
+        training, complete = torch.is_grad_enabled(), unit.calls.end(member)
+        if unit is self.root:
+            self._end_forward(training)
+            # Its backward is the last one. But modules between units may read its weights first.
+            if unit.reshard_after_forward:
+                unit.reshard()
+            return
+        # The unit that ran last is the first whose backward needs its weights.
+        order = self.prefetcher.order
+        last = bool(order) and unit is order[-1]
+        keep = training and (last or unit.reshard_after_forward is False)
+        if complete and not keep:
+            unit.reshard()
+
+    def _end_forward(self, training: bool) -> None:
+        self.prefetcher.end_forward()
+        ran = self.prefetcher.ran
+        if self.guards.order is not None:
+            self.guards.order.end(ran, backward=False)
+        called = set(ran)
+        for unit in self.units:
+            if not training or unit not in called:  # some are gathered ahead and then not called
+                unit.reshard()
+        if training:
+            self._graphs.wait()
+
+    def _after_recomputation(self, unit: Unit) -> None:
+        if unit.in_backward:
+            return
+        # Keep only the newest: with reentrant checkpointing its backward comes next; when a
+        # segment of several units is recomputed, the others are gathered again in their turn.
+        before, self._recomputed = self._recomputed, unit
+        if before is None or before is unit or before.in_backward:
+            return
+        before.reshard()
+
+    def compare_order(self, unit: Unit) -> None:
+        """Before a gather, with `check_order`: whether all ranks gather this unit now."""
+        if self.guards.order is not None:
+            backward = self.reducer.in_backward
+            ran = self._ran_backward if backward else self.prefetcher.ran
+            self.guards.order.gather(unit, ran, backward=backward)
+
+    def _start(self, unit: Unit) -> None:
+        """Begin a unit's gathers; whoever takes its room without need makes place."""
+        budget = self.prefetcher.budget
+        if budget is not None:
+            budget.make_room(unit, self.prefetcher.order, self._computing)
+        if self.slots is None:
+            unit.start_unshard()
+        else:
+            self.slots.start(unit, self.units)
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def epochs_of(self, unit: Unit) -> tuple[int, ...]:
+        """Where the backward of a forward that runs now has to find the unit's weights."""
+        return () if self.slots is None else self.slots.epochs(unit)
+
+    def expect_backward(self, unit: Unit, member: int) -> None:
+        """Gradients may come to outputs of a unit's module (not if it only runs again)."""
+        if not self.reducer.in_backward:
+            unit.calls.expect_member(member)
+
+    def before_backward(self, unit: Unit, epochs: tuple[int, ...] = (), member: int = 0) -> None:
+        """The first gradient has reached one of the outputs of a unit's module.
+
+        StaleStorageError: slots have moved the unit since that forward, whose `epochs` are those of
+        its weights' storage.
+        """
+        # The first unit whose backward begins, begins that of the model.
+        self.reducer.begin_backward()
+        if self.slots is not None:
+            self.slots.return_to(unit, epochs)
+        if unit.calls.members > 1:
+            unit.calls.member_came_back(member)
+        if unit.enter_backward():
+            self._ran_backward.append(unit)
+        # As in forward: its own gather, the next one's, and then the wait.
+        if unit.unshard_in_backward:
+            self._start(unit)
+        self.prefetcher.begin_beside(unit, -1)
+        if unit.unshard_in_backward:
+            unit.finish_unshard()
+
+    def after_backward(self, unit: Unit, pending: PendingBackward) -> None:
+        """Gradients of the unit's inputs are there, so those of its parameters are complete."""
+        unit.calls.came_back(pending)
+        self._graphs.came_back(pending)
+        if not self.reducer.in_backward or unit.calls.expects_more:
+            return  # another forward of this unit is still to come back; or the end closes it
+        # Weights go before the reduction takes memory. The root's stay: whatever is left of the
+        # graph may read them.
+        if unit is not self.root:
+            unit.leave_backward()
+        self._close(unit)
+
+    def _close(self, unit: Unit) -> None:
+        for group in unit.groups:
+            if group.gradients is not None:
+                self.reducer.close(group)
+
+    def backward_begins(self) -> None:
+        """The first gradient has arrived (called by the reducer).
+
+        Raises:
+            UnavailableError: for `create_graph=True` where units are gathered.
+        """
+        if torch.is_grad_enabled() and any(unit.gathered for unit in self.units):
+            raise UnavailableError(
+                "a backward with create_graph=True: its graph would read weights that are given "
+                "back before a second backward comes to them. Use zero_dp_strategy=2 (or less), "
+                "which keeps weights whole"
+            )
+        self._graphs.begin_backward()
+        self._ran_backward = []
+        self._recomputed = None
+
+    def backward_ends(self) -> None:
+        """Autograd is done (called by the reducer): groups that no unit closed are complete."""
+        if self.guards.order is not None:
+            self.guards.order.end(self._ran_backward, backward=True)
+        for unit in self._ran_backward:
+            self._close(unit)
+
+    def backward_is_over(self, *, raised: bool) -> None:
+        """Gradients are reduced, or the backward has raised (called by the reducer)."""
+        # One that raised is often noticed by the next, whose graph may read what is still whole.
+        release = current_graph_task_id() == -1 or not raised
+        self._ran_backward = []
+        self._recomputed = None
+        waits = []
+        for unit in self.units:
+            unit.calls.end_backward()
+            unit.leave_backward(release=release)
+            if unit.calls.expects_more:
+                waits.append(unit)
+            elif self.slots is not None and not self._graphs.kept:
+                self.slots.forget_epochs(unit)
+        self._graphs.end_backward(waits=bool(waits) or self._graphs.kept)
+        if raised:
+            return
+        if self.slots is not None and self.prefetcher.order and not (waits or self._graphs.kept):
+            self.slots.settle(self.units)
+        if self.reducer.is_final:
+            self.optimizers.expect_step()
+
+    # -- between steps ------------------------------------------------------------------------
+
+    def mark_weights_changed(self) -> None:
+        """Main weights were written: every unit installs them before it computes again."""
+        for group in self.groups:
+            group.weights.mark_changed()
+
+    def put_at_rest(self, units: Iterable[Unit], *, loading: bool = False) -> None:
+        """Let the module of `units` hold what the optimizer updates, wherever a step has stopped.
+
+        A backward that is still to come gathers what it needs again. Inside `unsharded` whole
+        weights were asked for, and stay. RuntimeError: while a backward runs, or where what the
+        module holds is about to be written (`loading`) inside `unsharded`.
+        """
+        if self._all_whole:
+            if loading:
+                raise RuntimeError(
+                    "load_state_dict() inside unsharded() would write to copies that are given "
+                    "back at its end: load before or after it"
+                )
+            return
+        self.reducer.abandon_if_raised()
+        if self.reducer.in_backward:
+            raise RuntimeError(
+                "state_dict() or load_state_dict() while a backward runs (in this or another "
+                "thread), which computes with the whole weights: call it between two steps"
+            )
+        for unit in units:
+            unit.reshard(even_if_kept=True)
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """All units whole for the time being (collective)."""
+        before, self._all_whole = self._all_whole, True
+        try:
+            with ExitStack() as stack:
+                if self.slots is not None:
+                    stack.enter_context(self.slots.apart(self.units))
+                self._follow_users()
+                for unit in self.units:
+                    stack.callback(unit.reshard)
+                    unit.unshard()
+                yield
+        finally:
+            self._all_whole = before
+
+
+def _before_gather(reference: weakref.ref[Engine], unit: Unit) -> None:
+    if (engine := reference()) is not None:
+        engine.compare_order(unit)

@@ -1,0 +1,352 @@
+"""What the optimizer and the user see of a group: main parameters, and what their `.grad` shows.
+
+The engine keeps gradients in flat buffers. A user knows `.grad` alone: reads it, zeroes it, drops
+it, puts a tensor of their own there. So before a backward, a step or a norm, what is held is
+brought in line with `.grad` as the user left it (`ShownGradients.follow_user`).
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from lamina.buffers import FlatBuffer, ShardedTensor
+from lamina.buffers.engine import SpanSpec
+from lamina.collectives.engine import SpanGroups
+from lamina.ddp.gradients.group_gradients import GroupGradients
+from lamina.ddp.gradients.states import GradientState
+from lamina.ddp.gradients.sums import Squares
+from lamina.ddp.group.user_hooks import UserHooks
+from lamina.ddp.group.weights import shares_storage
+from lamina.ddp.parameters.axes import DataParallelAxes
+from lamina.ddp.parameters.parameters import ParameterRef
+from lamina.mesh.engine import copy_role
+
+__all__ = ["MainParameters", "ShownGradients", "local_of"]
+
+
+class MainParameters:
+    """The parameters that an optimizer updates, and where they lie in the flat main weights.
+
+    They are the compute parameters themselves where main weights are the whole model weights.
+    """
+
+    def __init__(
+        self,
+        refs: Sequence[ParameterRef],
+        main: FlatBuffer,
+        axes: DataParallelAxes,
+        full: torch.Tensor,
+        trained: bool,
+    ) -> None:
+        self.buffer = main
+        self.spans = [(span.offset, span.offset + span.stop - span.start) for span in main.spans]
+        """Elements (start, stop) of the flat main weights of each parameter; equal for none."""
+        both = zip(main.cuts, (axes.outer, axes.inner), strict=True)
+        cut = [axis for is_cut, axis in both if is_cut]
+        self._specs: list[SpanSpec] = []  # where each lies in its whole; empty where none is cut
+        if cut:
+            reach = SpanGroups([axis.sibling("gather") for axis in cut])
+            self._specs = [main.as_sharded(index, reach).spec for index in range(len(refs))]
+        self.parameters = [ref.parameter for ref in refs]
+        if cut or not shares_storage(main.data, full):
+            self.parameters = [
+                self._make(ref, index, trained=trained) for index, ref in enumerate(refs)
+            ]
+
+    @property
+    def are_cut(self) -> bool:
+        """Whether each rank has a span of them only."""
+        return bool(self._specs)
+
+    def _make(self, ref: ParameterRef, index: int, *, trained: bool) -> nn.Parameter:
+        parameter = nn.Parameter(self.view(self.buffer.data, index), requires_grad=trained)
+        # Users' own marks, such as "no_decay", come along.
+        parameter.__dict__.update(ref.parameter.__dict__)
+        copy_role(ref.parameter, parameter)
+        return parameter
+
+    def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """One parameter's elements of a flat tensor laid out like main weights.
+
+        The view has the type of the main parameter: a `ShardedTensor` where main weights are cut.
+        """
+        start, stop = self.spans[index]
+        if self._specs:
+            return ShardedTensor.from_spec(flat[start:stop], self._specs[index])
+        return flat[start:stop].view(self.buffer.layout.specs[index].shape)
+
+    def part_of(self, other: FlatBuffer) -> FlatBuffer:
+        """The part of another buffer of the group that holds the same elements."""
+        main = self.buffer
+        if other.placement == main.placement:
+            return other
+        storage = other.piece(main.placement)
+        return FlatBuffer(
+            other.layout, main.placement, other.dtype, other.device, other.axes, storage=storage
+        )
+
+
+class ShownGradients:
+    """`.grad` of the parameters of one group.
+
+    Of a frozen group nothing but `hide` is called.
+    """
+
+    def __init__(
+        self, refs: Sequence[ParameterRef], mains: MainParameters, gradients: GroupGradients | None
+    ) -> None:
+        self._refs, self._mains = refs, mains
+        self._gradients = cast(GroupGradients, gradients)
+        self.hooks = UserHooks()
+        self.has_optimizer = False
+        """Whether somebody steps the main parameters, as far as this package knows."""
+        self.mirrored = False
+        """Whether compute parameters show final gradients too, now."""
+        self._mirrors = False
+        self._known: tuple[int, int] | None = None
+        self._views: list[torch.Tensor] = []
+
+    def belong_to(self, refs: Sequence[ParameterRef]) -> None:
+        """The parameters have other names now."""
+        self._refs = refs
+
+    def expect_optimizer(self) -> None:
+        """Somebody steps the main parameters."""
+        self.has_optimizer = True
+
+    # -- what is shown ------------------------------------------------------------------------
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """Main grads of each parameter, typed like its main parameter.
+
+        They are the same objects until the memory of main grads is released.
+        """
+        if not self._views:
+            flat = self._mains.part_of(self._gradients.main).data
+            self._views = [self._mains.view(flat, index) for index in range(len(self._refs))]
+        return self._views
+
+    @property
+    def any(self) -> bool:
+        """Whether any main parameter has a `.grad`."""
+        for main in self._mains.parameters:  # noqa: SIM110 - a generator is a call for each
+            if main.grad is not None:
+                return True
+        return False
+
+    def show(self, *, final: bool = True) -> None:
+        """Set `.grad` of the main parameters: the gradient, or a placeholder until it is final.
+
+        The placeholder is shown early so that a `zero_grad` between microbatches is noticed.
+        """
+        gradients = self._gradients
+        shown: Sequence[bool] = gradients.produced_gradient
+        if not final:
+            gradients.clear_placeholders()
+            shown = [not gradients.is_empty] * len(self._refs)
+        self._show_where(shown)
+        if self._mirrors:
+            self._mirror(shown=final and self.has_optimizer)
+
+    def show_one(self, index: int) -> None:
+        """Set `.grad` of one main parameter to its place in main grads."""
+        self._mains.parameters[index].grad = self.views[index]
+
+    def _show_where(self, shown: Sequence[bool]) -> None:
+        """Set `.grad` of main parameters that have one to their place in main grads, else None."""
+        if any(shown):
+            mains = self._mains.parameters
+            for main, view, has_gradient in zip(mains, self.views, shown, strict=True):
+                main.grad = view if has_gradient else None
+        else:
+            for main in self._mains.parameters:
+                main.grad = None
+
+    def hide(self) -> None:
+        """No parameter has a `.grad` any longer."""
+        for main in self._mains.parameters:
+            main.grad = None
+        if self._mirrors:
+            self._mirror(shown=False)
+
+    # -- compute parameters show them too, where modules always hold these --------------------
+
+    def mirror_on_compute(self) -> None:
+        """Show final gradients on compute parameters too, once somebody steps the main ones."""
+        self._mirrors = True
+
+    def _mirror(self, *, shown: bool) -> None:
+        self.mirrored = shown
+        for ref, main in zip(self._refs, self._mains.parameters, strict=True):
+            ref.parameter.grad = main.grad if shown else None
+
+    def follow_mains(self) -> None:
+        """What was dropped on main parameters is dropped on compute parameters."""
+        if self.mirrored:
+            for ref, main in zip(self._refs, self._mains.parameters, strict=True):
+                if main.grad is None:
+                    ref.parameter.grad = None
+
+    # -- what users do to it ------------------------------------------------------------------
+
+    def follow_user(self) -> None:
+        """Bring what is held in line with `.grad` as the user left it.
+
+        RuntimeError says that gradients that are kept apart until the last microbatch would have to
+        be changed otherwise than all to zero; or that a backward raised that would have added to
+        gradients held before it, and nobody has dropped both.
+        """
+        gradients, mains = self._gradients, self._mains.parameters
+        if self.mirrored:  # who drops one on a compute parameter drops it here
+            for ref, main, view in zip(self._refs, mains, self.views, strict=True):
+                if main.grad is view and ref.parameter.grad is None:
+                    main.grad = None
+        # Nothing is shown: the user has dropped all of it, or nothing was held anyway.
+        if not self.any:
+            if not gradients.is_empty:
+                gradients.discard()
+            return
+        if gradients.at_risk:
+            raise RuntimeError(
+                f"a backward raised half-way, and the gradient of {self._refs[0].name} held "
+                "earlier microbatches: some of the raised one's may be among them. Call "
+                "zero_grad_buffer() of the wrapped module and begin the step again (from its first "
+                "microbatch)"
+            )
+        views = self.views
+        if gradients.is_empty:
+            if all(m.grad is None or m.grad is v for m, v in zip(mains, views, strict=True)):
+                return  # nothing was put there since they were zeroed
+            gradients.zero_if_empty()
+        for index, main in enumerate(mains):
+            if main.grad is None:
+                if gradients.is_kept_apart and gradients.state is GradientState.PARTIAL:
+                    raise RuntimeError(_unfinished(self._refs[index].name))
+                gradients.drop(index)
+            elif main.grad is not views[index]:
+                self._adopt(index, main.grad)
+        if gradients.is_kept_apart and self.written_since:
+            self._follow_zeroing()
+
+    def _adopt(self, index: int, given: torch.Tensor) -> None:
+        """The user put a tensor of their own in `.grad`: take its values."""
+        gradients = self._gradients
+        span, local = self._span(index), local_of(given)
+        if local.data_ptr() == span.data_ptr() or not span.numel():
+            return
+        span.copy_(local.reshape(-1))
+        if gradients.state.is_final:
+            gradients.mark_produced(
+                [flag or i == index for i, flag in enumerate(gradients.produced_gradient)]
+            )
+            self.show_one(index)  # further changes reach what is stepped
+
+    def _follow_zeroing(self) -> None:
+        """Somebody has written to placeholders: drop the gradients if it was zeros, or refuse it.
+
+        Note [Zeros that tell zeroing]
+            Gradients that wait for a step's last microbatch may lie outside main grads. `.grad`
+            then shows a placeholder, since a `zero_grad(set_to_none=False)` has to be noticed and a
+            torch optimizer has no hook for it. The placeholder is filled with -0.0, which equals
+            zero for whoever looks. A version counter tells that somebody has written. If every
+            element is +0.0 then, the write was `zero_()`, and the gradients are dropped. Anything
+            else (a factor, a clipped norm) would be lost, and is refused. See docs/decisions/0408.
+        """
+        for index, ref in enumerate(self._refs):
+            span = self._span(index)
+            if bool(span.ne(0).logical_or_(span.signbit()).any()):
+                raise RuntimeError(_unfinished(ref.name))
+        self.zero()
+
+    def refuse_unsummed(self, what: str) -> None:
+        """Refuse to read gradients that are not summed over ranks, or not all of them.
+
+        `what` reads them. `follow_user` is called first, and raises as it does. RuntimeError says
+        that one is waiting in `no_sync`, unless the user has made it zeros.
+        """
+        self.follow_user()
+        if self._gradients.is_waiting and not self.holds_zeros:
+            raise RuntimeError(
+                f"{what} while the gradient of {self._refs[0].name} waits to be summed over ranks "
+                "(its last backward was inside no_sync()): call finish_grad_sync() of the wrapped "
+                "module first, or run the step's last backward outside no_sync()"
+            )
+
+    @property
+    def holds_zeros(self) -> bool:
+        """Whether the gradients that are held are zeros (the user's `zero_()`), summed or not."""
+        gradients = self._gradients
+        if gradients.is_kept_apart or not gradients.main.has_memory:
+            return False
+        return not any(bool(self._span(index).any()) for index in range(len(self._refs)))
+
+    def zero(self) -> None:
+        """Forget all gradients, and leave zeros where some were shown (not None)."""
+        gradients = self._gradients
+        shown = [main.grad is not None for main in self._mains.parameters]
+        gradients.discard()
+        if any(shown):
+            gradients.main.data.zero_()
+            gradients.mark_produced(shown)  # the optimizer steps them, as in one process
+        self._show_where(shown)
+
+    def release_zeroed(self) -> None:
+        """Give main grads' memory back if nothing is shown of it."""
+        gradients = self._gradients
+        if gradients.main.has_memory and not self.any:
+            gradients.discard()
+            gradients.main.release()
+            self._views = []
+
+    def _span(self, index: int) -> torch.Tensor:
+        """What `.grad` of a main parameter shows, flat."""
+        start, stop = self._mains.spans[index]
+        return self._mains.part_of(self._gradients.main).data[start:stop]
+
+    # -- whether somebody has written to it ---------------------------------------------------
+
+    def note(self) -> None:
+        """The gradients are as the engine left them: `squares` holds until they change."""
+        self._known = self._versions()
+
+    @property
+    def written_since(self) -> bool:
+        """Whether anything has written to the gradients since `note` (see `squares`)."""
+        return self._known != self._versions()
+
+    @property
+    def squares(self) -> Squares | None:
+        """Sum of squares from the reduction; None once anything has written to the gradients.
+
+        Writes are seen by version counters. `ShardedTensor`s count all of them; plain tensors do
+        not count what `GradScaler.unscale_` does, so whole gradients are always measured anew.
+        `.grad.data` has a counter of its own and hides writes.
+        """
+        return self._gradients.squares if self._mains.are_cut and not self.written_since else None
+
+    def _versions(self) -> tuple[int, int]:
+        # A ShardedTensor counts writes by itself, and its flat memory does not.
+        count = 0
+        for main in self._mains.parameters:
+            if (grad := main.grad) is not None:
+                count += grad._version
+        main_grads = self._gradients.main
+        return main_grads.data._version if main_grads.has_memory else -1, count
+
+
+def _unfinished(name: str) -> str:
+    return (
+        f"the gradient of {name} was changed between microbatches, and what it holds then is kept "
+        "apart until the last one: only zeroing those of all its neighbours in the buffer can be "
+        "followed. Zero with zero_grad() of the wrapped module or of one optimizer over all of "
+        "them, scale with scale_gradients(), and unscale or clip after finish_grad_sync()"
+    )
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: the span of a sharded one, or all of it."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor

@@ -37,12 +37,12 @@ def thread_share(neighbours: int, seconds: float) -> float:
     others = [subprocess.Popen(words) for _ in range(neighbours - 1)]
     try:
         for rank, other in enumerate(others, start=1):
-            number = store.add(f"{dog._host}/count", 1)
+            number = store.add(f"{dog._hosts.key}/count", 1)
             with open(f"/proc/{other.pid}/stat") as stat:
                 started = stat.read().rpartition(")")[2].split()[19]
-            store.set(f"{dog._host}/{number}", f'[{rank}, {other.pid}, "{started}"]')
+            store.set(f"{dog._hosts.key}/{number}", f'[{rank}, {other.pid}, "{started}"]')
         time.sleep(2)
-        clock = time.pthread_getcpuclockid(dog._thread.ident or 0)
+        clock = time.pthread_getcpuclockid(dog._threads[0].ident or 0)
         begun = time.clock_gettime(clock)
         time.sleep(seconds)
         return (time.clock_gettime(clock) - begun) / seconds

@@ -98,8 +98,8 @@ def attributes_of(tree: ast.ClassDef) -> Iterator[str]:
         match node:
             case ast.AnnAssign(target=ast.Name(name)) if "ClassVar" not in ast.unparse(node):
                 yield name
-    for node in (each for method in methods for each in ast.walk(method)):
-        match node:
+    for inner in (each for method in methods for each in ast.walk(method)):
+        match inner:
             case ast.Attribute(value=ast.Name("self"), attr=name, ctx=ast.Store()):
                 yield name
 

@@ -15,8 +15,6 @@ LARGE = {
     "ShardingEngine",
     "ShardingSettings",
     "StoragePool",
-    "Watchdog",
-    "Call",
 }
 
 SOURCE = '''"""A docstring

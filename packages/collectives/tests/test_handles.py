@@ -15,16 +15,10 @@ from torch.distributed import distributed_c10d
 
 from lamina.collectives import all_gather_into, all_reduce_fp32, reduce_scatter_fp32
 from lamina.collectives.transport import lanes
-from lamina.collectives.transport.lanes import Lane, lane_of
+from lamina.collectives.transport.lanes import Worker, lane_of
 from lamina.mesh import ParallelLayout, init_distributed
 
 LONG = 1 << 20
-
-
-class NoGroup:
-    """Stands for a process group whose lane runs jobs that do not communicate."""
-
-    group_desc = "no group"
 
 
 def until(condition, seconds: float = 10.0) -> bool:
@@ -106,13 +100,13 @@ def test_waiting_again_returns_at_once():
 
 
 def test_a_failed_job_is_reported_by_every_wait_and_later_jobs_run():
-    lane = Lane(NoGroup())
+    worker = Worker()
 
     def fail() -> None:
         raise RuntimeError("the peer died")
 
     done = []
-    job, later = lane.submit(fail), lane.submit(lambda: done.append(1))
+    job, later = worker.submit(fail), worker.submit(lambda: done.append(1))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the peer died"):
             job.wait()
@@ -120,28 +114,28 @@ def test_a_failed_job_is_reported_by_every_wait_and_later_jobs_run():
     assert done == [1]
 
 
-def test_a_lane_runs_jobs_in_order_and_leaves_no_thread_behind():
-    lane, seen = Lane(NoGroup()), []
-    jobs = [lane.submit(lambda n=n: seen.append(n)) for n in range(100)]
+def test_a_worker_runs_jobs_in_order_and_leaves_no_thread_behind():
+    worker, seen = Worker(), []
+    jobs = [worker.submit(lambda n=n: seen.append(n)) for n in range(100)]
     for job in jobs:
         job.wait()
     assert seen == list(range(100))
-    assert until(lambda: not lane.busy)
-    lane.submit(lambda: seen.append(100)).wait()
+    assert until(lambda: not worker.busy)
+    worker.submit(lambda: seen.append(100)).wait()
     assert seen[-1] == 100
 
 
-def test_lanes_that_work_one_after_another_start_one_thread(monkeypatch):
+def test_workers_that_work_one_after_another_start_one_thread(monkeypatch):
     """torch keeps memory for ever of each thread that has waited for a message."""
     monkeypatch.setattr(lanes, "_idle", [])
     seen = set()
     for _ in range(50):
-        lane = Lane(NoGroup())
-        lane.submit(lambda: seen.add(threading.get_ident())).wait()
-        held = weakref.ref(lane)
+        worker = Worker()
+        worker.submit(lambda: seen.add(threading.get_ident())).wait()
+        gone = weakref.ref(worker)
         assert until(lambda: lanes._idle)
-        del lane
-        assert held() is None, "an idle thread holds no lane"
+        del worker
+        assert gone() is None, "an idle thread holds no worker"
     assert len(lanes._idle) == len(seen) == 1
 
 

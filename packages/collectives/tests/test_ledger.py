@@ -425,9 +425,9 @@ def test_times_on_cuda_are_the_devices_moved_to_the_hosts_clock(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: now)  # a loaded machine loses no time then
     monkeypatch.setattr(time, "perf_counter_ns", lambda: int(now * 1e9))
     call = Call("all_gather_into", "tp", 2, torch.float32, 8, True, issued_ns=int((now - 1) * 1e9))
-    call.device_events = (StandInEvent(now + 59.5), StandInEvent(now + 59.7))
+    call.device_events = [StandInEvent(now + 59.5), StandInEvent(now + 59.7)]
     call.wait_begins()
-    call.device_waited = StandInEvent(now + 59.6)
+    call.device_events[2] = StandInEvent(now + 59.6)
     call.finish()  # the host was done with it at once
     ledger = Ledger()
     ledger.issued(call)

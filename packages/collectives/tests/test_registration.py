@@ -47,6 +47,9 @@ class Group:
     def size(self):
         return 2
 
+    def rank(self):
+        return 0
+
     def _get_backend(self, device):
         return self.backend
 

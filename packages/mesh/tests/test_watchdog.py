@@ -19,8 +19,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import lamina.mesh
 from lamina.mesh import init_distributed
 from lamina.mesh.engine import Activity, Wait, running_watchdog
+from lamina.mesh.own_waits import _FOREIGN
 from lamina.mesh.verdict import Report, verdict
-from lamina.mesh.watchdog import _FOREIGN, Watchdog
+from lamina.mesh.watchdog import Watchdog
 
 
 def eventually(condition, seconds=50.0):
@@ -97,8 +98,8 @@ def test_a_rank_whose_process_has_ended_is_known_at_the_next_look(tmp_path, look
     process = subprocess.Popen(["sleep", "600"])
     watchdog = Watchdog(store, 0, 2, 0.4, tmp_path)
     started = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    number = store.add(f"{watchdog._host}/count", 1)
-    store.set(f"{watchdog._host}/{number}", f'[1, {process.pid}, "{started}"]')
+    number = store.add(f"{watchdog._hosts.key}/count", 1)
+    store.set(f"{watchdog._hosts.key}/{number}", f'[1, {process.pid}, "{started}"]')
     store.set("here/1", "rank 1 (tp=1)")
     try:
         let_look(looks, 0)
@@ -169,12 +170,12 @@ def test_a_rank_that_is_stuck_ends_its_saves_before_its_process(tmp_path, monkey
 def two_hosts(tmp_path, monkeypatch):
     """Watchdogs of two ranks that do not see each other's processes."""
     names = iter("ab")
-    monkeypatch.setattr("lamina.mesh.watchdog._host_name", lambda: next(names))
-    monkeypatch.setattr("lamina.mesh.watchdog._BEAT", 0.1)
+    monkeypatch.setattr("lamina.mesh.host_watch._host_name", lambda: next(names))
+    monkeypatch.setattr("lamina.mesh.host_watch.BEAT", 0.1)
     store = HashStore()
     dogs = [Watchdog(store, rank, 2, 0.4, tmp_path) for rank in (0, 1)]
     for dog in dogs:
-        dog._longest_silence = 600.0
+        dog._silence.longest = 600.0
     yield dogs
     for dog in dogs:
         dog._end.set()
@@ -186,7 +187,7 @@ def test_a_host_that_falls_silent_is_named_with_its_ranks(two_hosts, looks):
         let_look(looks, 0)
     assert first.lost is None
     second._end.set()  # without a word
-    first._longest_silence = 0.5
+    first._silence.longest = 0.5
     eventually(lambda: first.lost)
     assert f"host {socket.gethostname()} (rank 1) is silent for" in first.lost
     assert "its link is cut" in first.lost
@@ -196,7 +197,7 @@ def test_a_host_that_has_left_in_order_is_not_lost(two_hosts, looks):
     first, second = two_hosts
     let_look(looks, 0)
     second.close()
-    first._longest_silence = 0.5
+    first._silence.longest = 0.5
     time.sleep(1.0)
     let_look(looks, 0)
     assert first.lost is None
@@ -208,7 +209,7 @@ def test_a_store_that_does_not_answer_is_told_although_its_thread_waits(two_host
     let_look(looks, 1)
     again = threading.Event()
     second._look_around = again.wait  # as a call does whose link is cut
-    second._longest_silence = 0.5
+    second._silence.longest = 0.5
     try:
         eventually(lambda: second.lost)
         assert f"the store at rank 0 on host {socket.gethostname()}" in second.lost
@@ -276,7 +277,7 @@ def test_ranks_that_make_different_groups_are_told_of_each_other(tmp_path, capfd
     try:
         with dogs[0].making("dp_shard", (0, 1)), dogs[1].making("dp_replicate", (0, 1)):
             eventually(lambda: dogs[0].lost and dogs[1].lost)
-        assert not dogs[0]._activity().waits
+        assert not dogs[0]._waits.activity().waits
     finally:
         for dog in dogs:
             dog.close()
@@ -356,7 +357,7 @@ def test_a_large_message_of_torchs_is_given_its_time_and_a_single_one_is_no_coll
 def look_beside(watchdog, seen):
     """Note each wait in torch's collectives that the watchdog sees, once."""
     while "end" not in seen:
-        wait = watchdog._wait_in_torch()
+        wait = watchdog._waits.in_torch()
         if wait is not None and str(wait) not in seen:
             seen.append(str(wait))
         time.sleep(0.01)

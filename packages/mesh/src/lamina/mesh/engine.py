@@ -6,6 +6,7 @@ from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_
 from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError
 from lamina.mesh.hosts import host_groups, host_runs, host_words, ranks_per_host, split_over_hosts
 from lamina.mesh.machine import Machine
+from lamina.mesh.own_waits import Activity
 from lamina.mesh.process_groups import (
     GroupRef,
     ends_before_groups,
@@ -20,7 +21,6 @@ from lamina.mesh.roles import copy_role, copy_roles
 from lamina.mesh.settings import EnvironmentProblem, require_overlap
 from lamina.mesh.variables import Environment, environment
 from lamina.mesh.verdict import Wait
-from lamina.mesh.watchdog import Activity
 
 __all__ = [
     "DENSE_AXES",

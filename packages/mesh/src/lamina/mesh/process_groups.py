@@ -90,7 +90,7 @@ def group_ref(group: Group | None) -> GroupRef | None:
 
 def live_group(ref: GroupRef | None) -> Group | None:
     """The group that `group_ref` was given; RuntimeError if it is destroyed."""
-    return None if ref is None else ref.group
+    return None if ref is None else ref() or ref.group  # which says so
 
 
 def default_store() -> c10d.Store:

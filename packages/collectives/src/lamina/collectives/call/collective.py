@@ -19,7 +19,6 @@ from functools import partial
 from typing import Generic, NoReturn, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
@@ -27,10 +26,10 @@ from lamina.collectives.call.checks import require_disjoint, require_flat, requi
 from lamina.collectives.call.record import Call, issue
 from lamina.collectives.call.spans import NO_SPAN
 from lamina.collectives.compat import profiling
-from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
+from lamina.collectives.transport.groups import served_by_gloo, where
 from lamina.collectives.transport.lanes import Job, Lane, lane_of
 from lamina.collectives.transport.transport import Completion
-from lamina.mesh.engine import GroupRef, group_ref, live_group, running_watchdog
+from lamina.mesh.engine import running_watchdog
 
 __all__ = [
     "Collective",
@@ -60,14 +59,15 @@ class DamagedMessageError(RuntimeError):
     """What a rank has sent is not what arrived, or not what was summed."""
 
 
-def raise_for(error: RuntimeError, call: Call, group: ProcessGroup | None) -> NoReturn:
+def raise_for(error: RuntimeError, call: Call, lane: Lane | None) -> NoReturn:
     """Raise what a transport has raised, with the rank that is gone and why, if one is."""
+    group = None if lane is None else lane.ref()
     if isinstance(error, DamagedMessageError):
         raise DamagedMessageError(f"{call.told()} {where(group)}: {error}") from error
     watchdog = running_watchdog()
     lost = None
-    if watchdog is not None and group is not None and not isinstance(error, PeerLostError):
-        lost = watchdog.cause(dist.get_process_group_ranks(group))
+    if watchdog is not None and lane is not None and not isinstance(error, PeerLostError):
+        lost = watchdog.cause(lane.ranks)
     if lost is None:
         raise error
     raise PeerLostError(f"{call.told()} {where(group)}: {lost}\n({error})") from error
@@ -85,7 +85,7 @@ class Handle:
         self._keep = keep  # see Note [Handles hold tensors until wait]
         self._pending = True
         self._job: Job | None = None
-        self._ref: GroupRef | None = None
+        self._lane: Lane | None = None
         self._event: torch.cuda.Event | None = None
         self._issued_on: torch.cuda.Stream | None = None
 
@@ -120,7 +120,7 @@ class Handle:
                 if watchdog is not None and watchdog.gives_up() is not None:
                     raise RuntimeError("the collective cannot end any more")
         except RuntimeError as error:
-            raise_for(error, self._call, None if self._ref is None else self._ref())
+            raise_for(error, self._call, self._lane)
 
     def __del__(self) -> None:
         # Dropped without a wait: the tensors are about to be freed on the stream they came from,
@@ -223,8 +223,9 @@ class Collective:
     def __init__(
         self, op: str, output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None
     ) -> None:
-        self.op, self.size, self.rank = op, group_size(group), group_rank(group)
-        self._ref = group_ref(group)
+        lane = lane_of(group)
+        self.op, self._lane = op, None if lane is None or lane.size == 1 else lane
+        self.size, self.rank = (1, 0) if lane is None else (lane.size, lane.rank)
         require_flat(op, "output", output, group)
         require_flat(op, "input", input, group)
         self.device = require_same_device(op, group, output=output, input=input)
@@ -234,7 +235,8 @@ class Collective:
     @property
     def group(self) -> ProcessGroup | None:
         """The ranks, or None for a group of one; RuntimeError if the group is destroyed."""
-        return live_group(self._ref)
+        lane = self._lane
+        return None if lane is None else lane.ref() or lane.ref.group  # which says so
 
     def _may_overlap(self, output: torch.Tensor, input: torch.Tensor) -> bool:
         """Whether two tensors that share memory do so in the one way that is allowed."""
@@ -275,12 +277,11 @@ class Collective:
         """
         output, input = output.detach(), input.detach()
         self._require_buffers(output, input)
-        group = self.group
-        kind = self.op, group, self._wire_dtype
+        kind = self.op, self._lane, self._wire_dtype
         call = issue(*kind, self._sent, between=self._leaving, async_op=async_op)
         return launch(
             Handle(call, (output, input)),
-            group,
+            self._lane,
             self.device,
             partial(self._transfer, output, input),
             async_op=async_op,
@@ -289,7 +290,7 @@ class Collective:
 
 def launch(
     handle: AnyHandle,
-    group: ProcessGroup | None,
+    lane: Lane | None,
     device: torch.device,
     begin: Callable[[], Completion],
     *,
@@ -297,25 +298,24 @@ def launch(
 ) -> AnyHandle:
     """Run a collective and return its handle.
 
-    The handle holds the record, and the tensors that must outlive the collective. A group of None
-    is never asynchronous. `begin` posts the messages without blocking and returns what is left to
-    do once they are under way (wait for them, sum, copy back), which `async_op` leaves to the lane
-    of the group.
+    The handle holds the record, and the tensors that must outlive the collective. A lane of None is
+    one rank alone, which is never asynchronous. `begin` posts the messages without blocking and
+    returns what is left to do once they are under way (wait for them, sum, copy back), which
+    `async_op` leaves to the lane.
     """
-    lane = lane_of(group) if async_op and group is not None and group.size() > 1 else None
-    handle._ref = None if lane is None else lane.ref
+    handle._lane, beside = lane, lane if async_op and lane is not None and lane.size > 1 else None
     try:
         with record_function(handle._call.title()) if profiling() else NO_SPAN:
             if device.type == "cuda":
-                _launch_on_cuda(handle, group, lane, device, begin, async_op=async_op)
+                _launch_on_cuda(handle, beside, device, begin, async_op=async_op)
             else:
                 complete = begin()
-                if lane is None:
+                if beside is None:
                     complete()
                 else:
-                    handle._job = lane.submit(complete, handle._call.finish)
+                    handle._job = beside.worker.submit(complete, handle._call.finish)
     except RuntimeError as error:
-        raise_for(error, handle._call, group)
+        raise_for(error, handle._call, lane)
     if not async_op:
         handle.wait()
     return handle
@@ -323,7 +323,6 @@ def launch(
 
 def _launch_on_cuda(
     handle: Handle,
-    group: ProcessGroup | None,
     lane: Lane | None,
     device: torch.device,
     begin: Callable[[], Completion],
@@ -335,7 +334,7 @@ def _launch_on_cuda(
     side = current if lane is None else lane.stream(device)
     started, ended = _event(call.recorded), _event(call.recorded)
     if call.recorded:
-        call.device_events = (started, ended)
+        call.device_events = [started, ended]
     side.wait_stream(current)
     with torch.cuda.stream(side):
         started.record()
@@ -347,8 +346,8 @@ def _launch_on_cuda(
             ended.record()
 
     # gloo blocks the host, so the lane's thread completes it. For NCCL a stream is enough.
-    if lane is not None and served_by_gloo(group, device):
-        handle._job = lane.submit(finish, call.finish)
+    if lane is not None and served_by_gloo(lane.group, device):
+        handle._job = lane.worker.submit(finish, call.finish)
     else:
         finish()
     if async_op:  # in a group of one too: who waits may be on another stream than who has called

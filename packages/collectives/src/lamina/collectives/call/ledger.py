@@ -240,10 +240,10 @@ def _record(call: Call, clock: _DeviceClock) -> Record:
     finished = None if call.finished_ns is None else call.finished_ns * 1e-9
     waited = None if call.waited_ns is None else call.waited_ns * 1e-9
     if call.device_events is not None and finished is not None:
-        start, end = call.device_events
+        start, end, *wait = call.device_events
         issued, finished = clock.host_time(start), clock.host_time(end)
-        if call.device_waited is not None:
-            waited = clock.host_time(call.device_waited)
+        if wait:
+            waited = clock.host_time(wait[0])
     return Record(
         axis=_axis(call.axis),
         communicator=call.axis,

@@ -15,10 +15,9 @@ inherit no context, and gradients are reduced there.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -32,7 +31,7 @@ from lamina.collectives.compat import (
     remove_from_thread,
     set_in_thread,
 )
-from lamina.collectives.transport.lanes import lane_of, lanes
+from lamina.collectives.transport.lanes import Lane, lane_of, lanes
 from lamina.mesh.engine import Activity, Wait, host_runs, running_watchdog
 
 __all__ = ["Call", "install", "issue", "recording", "remove"]
@@ -61,10 +60,9 @@ class Call:
         async_op: whether the caller got a handle to wait on.
         issued_ns, finished_ns, waited_ns: `time.perf_counter_ns` of the launch, of the end of the
             transport (None until known) and of the first `wait` (None where nobody waited).
-        device_events: on CUDA, the pair of timing events around the collective on its stream, for
-            recorders that want the device's times; None elsewhere.
-        device_waited: on CUDA, the timing event of the moment the compute stream reached the first
-            `wait`; made by `wait_begins` where `device_events` is there.
+        device_events: on CUDA, the timing events before and after the collective on its stream, for
+            recorders that want the device's times, and then that of the moment the compute stream
+            reached the first `wait`; None elsewhere.
         device_ended: on CUDA, the event after the collective on its stream.
         purpose: the unit or bucket that it is for, in words.
         number: how many collectives this rank has begun in the group, this one included.
@@ -79,14 +77,12 @@ class Call:
     issued_ns: int
     finished_ns: int | None = None
     waited_ns: int | None = None
-    device_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-    device_waited: torch.cuda.Event | None = None
+    device_events: list[torch.cuda.Event] | None = None
     device_ended: torch.cuda.Event | None = None
     purpose: str = ""
     number: int = 0
     between: int = 0
     _recorders: tuple[Recorder, ...] = ()
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def recorded(self) -> bool:
@@ -101,9 +97,8 @@ class Call:
 
     def finish(self) -> None:
         """Note the end of the transport; only the first call counts."""
-        with self._lock:
-            if self.finished_ns is not None:
-                return
+        # No lock: a handle's `wait` comes to this only after the worker that has called it before.
+        if self.finished_ns is None:
             self.finished_ns = time.perf_counter_ns()
 
     def wait_begins(self) -> None:
@@ -111,8 +106,9 @@ class Call:
         if self.waited_ns is None:
             self.waited_ns = time.perf_counter_ns()
             if self.device_events is not None:
-                self.device_waited = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                self.device_waited.record()
+                waited = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                waited.record()
+                self.device_events.append(waited)
 
     def told(self) -> str:
         """The operation, and what it is for."""
@@ -182,7 +178,7 @@ def remove(recorder: Recorder) -> None:
 
 def issue(
     op: str,
-    group: ProcessGroup | None,
+    lane: Lane | None,
     dtype: torch.dtype,
     nbytes: int,
     *,
@@ -191,24 +187,22 @@ def issue(
 ) -> Call:
     """Record the launch of a collective and return its `Call`.
 
-    `op` is the name of the public function, and this rank sends `nbytes`. `between` says how many
+    `op` is the name of the public function, a lane of None is one rank alone, and this rank sends
+    `nbytes`. `between` says how many
     of them go to other hosts, from the ranks of the group on this one; None where every other rank
     is sent as much.
     """
-    recorders = _installed()
-    axis, size = ("self", 1) if group is None else (group.group_desc, group.size())
-    now = time.perf_counter_ns()
-    call = Call(
-        op, axis, size, dtype, nbytes, async_op, now, purpose=purpose(), _recorders=recorders
-    )
-    if size > 1 and group is not None:
-        lane = lane_of(group)
-        if not lane.begun and (watchdog := running_watchdog()) is not None:
+    recorders = get_in_thread(_KEY) if is_in_thread(_KEY) else ()
+    axis, size = ("self", 1) if lane is None else (lane.axis, lane.size)
+    now, served = time.perf_counter_ns(), purpose.get()
+    call = Call(op, axis, size, dtype, nbytes, async_op, now, purpose=served, _recorders=recorders)
+    if lane is not None and size > 1:
+        if not lane.newest and (watchdog := running_watchdog()) is not None:
             watchdog.watch(activity)
-        lane.begun = call.number = lane.begun + 1
+        call.number = lane.newest[-1].number + 1 if lane.newest else 1
         lane.newest.append(call)
         if recorders:
-            near = host_runs(group).near
+            near = host_runs(lane.group).near
             far = nbytes * (size - len(near)) // (size - 1)
             call.between = far if between is None else between(near)
     for recorder in recorders:
@@ -221,7 +215,7 @@ def recording(
     op: str, group: ProcessGroup | None, dtype: torch.dtype, nbytes: int
 ) -> Iterator[Call]:
     """Record a collective that is synchronous: it is finished when the block ends."""
-    call = issue(op, group, dtype, nbytes)
+    call = issue(op, lane_of(group), dtype, nbytes)
     call.wait_begins()
     try:
         yield call

@@ -16,7 +16,8 @@ __all__ = ["NO_SPAN", "Serving", "Span", "purpose"]
 NO_SPAN = nullcontext()
 """Stands in for a `record_function` where no profiler records."""
 
-_purpose: ContextVar[str] = ContextVar("lamina.collectives.purpose", default="")
+purpose: ContextVar[str] = ContextVar("lamina.collectives.purpose", default="")
+"""What the collectives that are issued now are for; "" where nobody has said so."""
 
 
 class Span:
@@ -70,12 +71,7 @@ class Serving:
         self._words = purpose
 
     def __enter__(self) -> None:
-        self._before: Token[str] = _purpose.set(self._words)
+        self._before: Token[str] = purpose.set(self._words)
 
     def __exit__(self, *error: object) -> None:
-        _purpose.reset(self._before)
-
-
-def purpose() -> str:
-    """What the collectives that are issued now are for; "" where nobody has said so."""
-    return _purpose.get()
+        purpose.reset(self._before)

@@ -16,6 +16,7 @@ from lamina.collectives.call.checks import (
 from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.transport.groups import group_rank, group_size, where
+from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import exchange_rows
 
 __all__ = ["all_to_all", "row_splits"]
@@ -72,10 +73,11 @@ def all_to_all(
     def between(near: Sequence[int]) -> int:
         return (len(input) - sum(sends[each] for each in near)) * row_bytes
 
-    call = issue(name, group, input.dtype, sent, between=between, async_op=async_op)
+    lane = lane_of(group)
+    call = issue(name, lane, input.dtype, sent, between=between, async_op=async_op)
     even = output_splits is None and input_splits is None
     start = partial(exchange_rows, output, input, receives, sends, group, even=even)
-    return launch(Handle(call, (output, input)), group, device, start, async_op=async_op)
+    return launch(Handle(call, (output, input)), lane, device, start, async_op=async_op)
 
 
 def _check_tensors(output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None) -> None:

@@ -23,6 +23,7 @@ from lamina.collectives.call.collective import Handle, Pending, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.compat import one_graph_break
 from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
+from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Completion, exchange, nothing_left, wait_all
 
 __all__ = ["Message", "receive_operation", "ring", "send_operation", "send_recv"]
@@ -77,10 +78,11 @@ def send_recv(
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
     sent = sum(tensor.nbytes for tensor in sends)
     between = partial(_unless_near, target, sent)
-    call = issue("send_recv", group, dtype, sent, between=between, async_op=True)
+    lane = lane_of(group)
+    call = issue("send_recv", lane, dtype, sent, between=between, async_op=True)
     outgoing, incoming = _payloads(sends), _payloads(received)
     start = partial(_post, outgoing, incoming, target, source, group, device)
-    handle = launch(Handle(call, (*sends, *received)), group, device, start, async_op=True)
+    handle = launch(Handle(call, (*sends, *received)), lane, device, start, async_op=True)
     return Pending(handle, lambda: received)
 
 
@@ -199,7 +201,8 @@ def send_operation(
     """
     _check_message("send_operation", tensor, group, peer)
     between = partial(_unless_near, peer, tensor.nbytes)
-    issue("send_operation", group, tensor.dtype, tensor.nbytes, between=between, async_op=True)
+    kind = "send_operation", lane_of(group), tensor.dtype, tensor.nbytes
+    issue(*kind, between=between, async_op=True)
     return dist.P2POp(dist.isend, tensor, group=group, tag=tag, group_peer=peer)
 
 

@@ -17,6 +17,7 @@ from lamina.collectives.move.all_gather import AllGather
 from lamina.collectives.move.shaped import start_all_gather
 from lamina.collectives.reduction.summation import sum_rows
 from lamina.collectives.transport.groups import group_rank, group_size, where
+from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Completion, nothing_left, wait_all
 from lamina.mesh.engine import group_ref, live_group
 
@@ -48,7 +49,7 @@ def broadcast(
     Raises:
         ValueError: a tensor with strides, or a source outside the group.
     """
-    size = group_size(group)
+    lane, size = lane_of(group), group_size(group)
     if not 0 <= src < size:
         raise ValueError(
             f"broadcast {where(group)}: src={src} is not a rank of the group (0..{size - 1}); src "
@@ -65,7 +66,7 @@ def broadcast(
             "broadcast", group, tensor.device, dtype=tensor.dtype, shape=shape, src=src
         )
     sent = (size - 1) * tensor.numel() * tensor.element_size() if group_rank(group) == src else 0
-    call = issue("broadcast", group, tensor.dtype, sent, async_op=async_op)
+    call = issue("broadcast", lane, tensor.dtype, sent, async_op=async_op)
     # Bytes travel as bytes: backends know few dtypes (gloo neither fp8 nor uint16).
     payload = tensor.detach().view(-1).view(torch.uint8)
 
@@ -75,7 +76,7 @@ def broadcast(
         work = dist.broadcast(payload, group=group, group_src=src, async_op=True)
         return lambda: wait_all(work)
 
-    return launch(Handle(call, (tensor,)), group, tensor.device, start, async_op=async_op)
+    return launch(Handle(call, (tensor,)), lane, tensor.device, start, async_op=async_op)
 
 
 class SmallReduction:
@@ -98,7 +99,7 @@ class SmallReduction:
             raise ValueError(
                 f"all_reduce_small {where(group)}: op must be one of {sorted(_BACKEND)}, not {op!r}"
             )
-        self._op, self._size, self._ref = op, group_size(group), group_ref(group)
+        self._op, self._size, self._lane = op, group_size(group), lane_of(group)
         self._alone = not tensors or self._size == 1
         if self._alone:
             return
@@ -141,16 +142,17 @@ class SmallReduction:
     def _by_backend(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         packed = torch.cat([tensor.contiguous().view(-1).view(dtype) for tensor in tensors])
         sent = 2 * (self._size - 1) * -(-packed.numel() // self._size) * dtype.itemsize
-        group = live_group(self._ref)
-        call = issue("all_reduce_small", group, dtype, sent)
+        call = issue("all_reduce_small", self._lane, dtype, sent)
 
         def start() -> Completion:
             if packed.is_meta or not packed.numel():
                 return nothing_left
+            assert self._lane is not None  # noqa: S101 - one rank alone has returned
+            group = self._lane.group
             work = dist.all_reduce(packed, _BACKEND[self._op], group, async_op=True)
             return partial(wait_all, work)
 
-        launch(Handle(call, (packed,)), group, self._device, start, async_op=False)
+        launch(Handle(call, (packed,)), self._lane, self._device, start, async_op=False)
         pieces = torch.split(packed, [tensor.numel() for tensor in tensors])
         for tensor, piece in zip(tensors, pieces, strict=True):
             tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))

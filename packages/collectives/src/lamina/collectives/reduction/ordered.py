@@ -30,10 +30,10 @@ from lamina.collectives.call.record import issue
 from lamina.collectives.reduction.codec import Cast, GradientCodec, Wire
 from lamina.collectives.reduction.summation import Epilogue, sum_chunks
 from lamina.collectives.transport.gloo_exchange import bounds_of
-from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
+from lamina.collectives.transport.groups import group_size, served_by_gloo, where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Chunks, Completion, route_for
-from lamina.mesh.engine import group_ref, host_groups, host_runs
+from lamina.mesh.engine import host_groups, host_runs
 
 __all__ = [
     "MESSAGE_BYTES",
@@ -177,11 +177,10 @@ class Reduction(Collective):
         kept = Statistics(self.device) if statistics else None
         sent = self._bytes(accumulate)
         far = partial(self._between_hosts, accumulate)
-        group = self.group
-        call = issue(self.op, group, self._wire_dtype, sent, between=far, async_op=async_op)
+        call = issue(self.op, self._lane, self._wire_dtype, sent, between=far, async_op=async_op)
         return launch(
             ReduceHandle(call, (output, input, *memory), kept),
-            group,
+            self._lane,
             self.device,
             partial(self._reduce, output, memory, Epilogue(factor, accumulate, kept)),
             async_op=async_op,
@@ -214,8 +213,9 @@ class _Exchange:
         items: int,
         device: torch.device,
     ) -> None:
-        self.wire, self.size, rank = wire, group_size(group), group_rank(group)
-        self.ref = group_ref(group)
+        lane = lane_of(group)
+        self.wire, self.ref = wire, None if lane is None else lane.ref
+        self.size, rank = (1, 0) if lane is None else (lane.size, lane.rank)
         self._piece, self._whole, self._items = piece, numel, items
         self.own = slice(*bounds_of(rank, piece, numel))
         self.numel = self.own.stop - self.own.start
@@ -228,8 +228,8 @@ class _Exchange:
         # See Note [Tags are drawn when a collective is called]. Only gloo's messages need them, and
         # tensors without data none: one rank may plan alone, and its tags stay the others'.
         self.next_tag: Callable[[], int | None] = repeat(None).__next__
-        if group is not None and self.size > 1 and served_by_gloo(group, device):
-            self.next_tag = partial(lane_of(group).next_tag, whole.tags)
+        if lane is not None and lane.size > 1 and served_by_gloo(group, device):
+            self.next_tag = partial(lane.next_tag, whole.tags)
         rows = self.size if self.route.needs_scratch else self.size - 1
         self.scratch = rows * wire.items(self.numel)
 
@@ -286,23 +286,33 @@ def bytes_received(
         return 0
     coded = not how.plain or how.dtype != wire
     window, hosts = lane_of(group).windows.get(device), host_groups(group)
+    # Ranks that read each other's memory receive nothing: all their sums share one window.
     if window is not None and not coded:
         return int(window.nbytes)
+    # Pieces that end within a block of the codec cannot be summed in two exchanges.
     hosts = None if numel // size % how.block else hosts
+    # gloo sends uneven pieces straight from the buffer; a backend needs whole ones, packed.
     even, width = not served_by_gloo(group, device), _slice_width(size, wire, message_bytes)
-    held, wide = how.items(numel // size) * size * how.dtype.itemsize, how.sum_dtype.itemsize
-    total = held + even * numel * wide if coded else 0
+    terms, wide = how.items(numel // size) * size * how.dtype.itemsize, how.sum_dtype.itemsize
+    # Codes lie beside the gradients; on a GPU so do the numbers that arriving codes stand for.
+    total = terms + even * numel * wide if coded else 0
     if even and scatter and not coded and _SLICES_AT_ONCE * width < numel // size:
-        numel, held = size * width, size * width * wire.itemsize
-        total = (_SLICES_AT_ONCE - 1) * held
+        # In slices: one message is what arrives (counted below), the others are packed or summed.
+        numel, terms = size * width, size * width * wire.itemsize
+        total = (_SLICES_AT_ONCE - 1) * terms
     elif hosts is not None and scatter:
+        # Pieces are put in the order of hosts first, in a copy of the gradients.
         total += numel * wire.itemsize
     inside, between = (size, 1) if hosts is None else (hosts[0].size(), hosts[1].size())
-    total += held if even else held - held // inside
+    # What arrives of the first exchange: gloo leaves out this rank's own terms.
+    total += terms if even else terms - terms // inside
+    if between == 1:
+        return total
+    # The second exchange: partial sums, what is sent of them (apart, if they are checked), and what
+    # arrives.
     sums = how.of_sums()
     sent = between * sums.items(numel // size) * sums.dtype.itemsize
-    partials = numel // inside * wide + sent * (2 - sums.plain) - (0 if even else sent // between)
-    return total + (partials if between > 1 else 0)
+    return total + numel // inside * wide + sent * (2 - sums.plain) - (not even) * (sent // between)
 
 
 class OrderedReduction(Reduction):
@@ -333,7 +343,6 @@ class OrderedReduction(Reduction):
         wire = self._wire = Wire(codec or Cast(self._wire_dtype))
         self._sends_input = wire.plain and wire.dtype == self._wire_dtype
         self._wire_dtype = wire.dtype
-        self._lane = None if group is None or self.size == 1 else lane_of(group)
         # A partial sum holds whole pieces, so that no piece may end within a block of the codec.
         hosts = None
         if group is not None and self._piece and not self._piece % wire.block:

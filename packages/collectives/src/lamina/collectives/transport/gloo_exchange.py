@@ -269,7 +269,8 @@ class GlooRoute:
         ]
         sends = [(peer, sent) for peer, _, _ in peers] if sent.numel() else []
         lane = self._lane
-        return GlooExchange(lane, lane.ref.group, sends, receives, output.dtype, tag)
+        group = lane.ref() or lane.ref.group  # which says that it is destroyed
+        return GlooExchange(lane, group, sends, receives, output.dtype, tag)
 
     def _pass_on(self, first: GlooExchange, output: torch.Tensor, tag: int) -> None:
         """Complete the first exchange, and pass on within this run what came from others."""
@@ -294,6 +295,5 @@ class GlooRoute:
         sends = [(peer, input[first:last]) for peer, first, last in self._ahead if first < last]
         own, tag = (self._rank, input[start:stop]), self._lane.next_tag() if tag is None else tag
         lane, dtype = self._lane, input.dtype
-        return GlooExchange(
-            lane, lane.ref.group, sends, receives, dtype, tag, unit=self._unit, own=own
-        )
+        group = lane.ref() or lane.ref.group
+        return GlooExchange(lane, group, sends, receives, dtype, tag, unit=self._unit, own=own)

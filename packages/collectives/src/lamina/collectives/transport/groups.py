@@ -6,7 +6,15 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["backend_name", "group_rank", "group_size", "served_by_gloo", "timeout_of", "where"]
+__all__ = [
+    "backend_name",
+    "group_rank",
+    "group_size",
+    "no_group",
+    "served_by_gloo",
+    "timeout_of",
+    "where",
+]
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -14,7 +22,7 @@ def group_size(group: ProcessGroup | None) -> int:
     try:
         return 1 if group is None else group.size()
     except (AttributeError, TypeError):
-        raise _no_group(group) from None
+        raise no_group(group) from None
 
 
 def group_rank(group: ProcessGroup | None) -> int:
@@ -22,10 +30,11 @@ def group_rank(group: ProcessGroup | None) -> int:
     try:
         return 0 if group is None else group.rank()
     except (AttributeError, TypeError):
-        raise _no_group(group) from None
+        raise no_group(group) from None
 
 
-def _no_group(given: object) -> TypeError:
+def no_group(given: object) -> TypeError:
+    """What to raise for what is given in the place of a process group."""
     return TypeError(
         f"{given!r} is no process group: pass axis.group or axis.sibling(purpose) of a MeshAxis, "
         "mesh.group(name) of a ParallelMesh, or None for a group of one"

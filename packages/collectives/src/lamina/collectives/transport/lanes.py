@@ -27,16 +27,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import torch
 from torch.distributed import ProcessGroup
 
+from lamina.collectives.transport.groups import no_group
 from lamina.collectives.transport.scratch_pool import ScratchPool
 from lamina.collectives.transport.shared_host import HostPeer, find_host_peers
 from lamina.mesh.engine import GroupRef, ends_with_groups, ranks_of
 
-__all__ = ["Job", "Lane", "kept_bytes", "lane_of", "lanes", "release_kept"]
+__all__ = ["Job", "Lane", "Worker", "kept_bytes", "lane_of", "lanes", "release_kept"]
 
 # Messages of collectives carry tags above those that users give to their own sends.
 _FIRST_TAG = 1 << 24
@@ -106,6 +107,41 @@ def _run_all(works: SimpleQueue[Callable[[], None]]) -> None:
         _idle.append(works)
 
 
+class Worker:
+    """Runs jobs in order, on a thread that it has only while there are some."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: deque[Job] = deque()
+        self._running = False
+
+    def submit(self, run: Callable[[], None], then: Callable[[], None] | None = None) -> Job:
+        """Run work after all that was submitted before it."""
+        job = Job(run, then)
+        with self._lock:
+            self._jobs.append(job)
+            start = not self._running
+            self._running = True
+        if start:
+            _run_on_a_thread(self._execute_jobs)
+        return job
+
+    @property
+    def busy(self) -> bool:
+        """Whether the thread is running."""
+        with self._lock:
+            return self._running
+
+    def _execute_jobs(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._running = False
+                    return
+                job = self._jobs.popleft()
+            job.execute()
+
+
 class LoggedCall(Protocol):
     """A collective, as those who look at a lane see it."""
 
@@ -126,11 +162,13 @@ class Lane:
     def __init__(self, group: ProcessGroup) -> None:
         self.ref = GroupRef(group)
         """The group; a lane does not hold it."""
+        self.size, self.rank = group.size(), group.rank()
+        self.axis = str(group.group_desc)
+        """Its description, which names the mesh axis."""
         self.ranks = tuple(ranks_of(group) or ())
         """Its members, if torch.distributed has made it."""
         self._lock = threading.Lock()
-        self._jobs: deque[Job] = deque()
-        self._running = False
+        self.worker = Worker()
         self._tag = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._finding = threading.Lock()
@@ -141,10 +179,13 @@ class Lane:
         self.windows: dict[torch.device, Any] = {}
         """Per GPU what `open_window` found: a `PeerWindow`, or None."""
         self.scratch_pool = ScratchPool()
-        self.begun = 0
-        """Collectives that this rank has begun in the group."""
         self.newest: deque[LoggedCall] = deque(maxlen=16)
-        """The last of them."""
+        """The last collectives that this rank has begun in the group."""
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group; RuntimeError if it is destroyed."""
+        return self.ref() or self.ref.group  # which says so
 
     def next_tag(self, count: int = 1) -> int:
         """Tag for the messages of one exchange, or the first of `count`; see Note [Tags ...]."""
@@ -153,37 +194,11 @@ class Lane:
             self._tag = begin + count
             return _FIRST_TAG + begin
 
-    def submit(self, run: Callable[[], None], then: Callable[[], None] | None = None) -> Job:
-        """Run work on the lane's thread, after all that was submitted before it."""
-        job = Job(run, then)
-        with self._lock:
-            self._jobs.append(job)
-            start = not self._running
-            self._running = True
-        if start:
-            _run_on_a_thread(self._execute_jobs)
-        return job
-
     def finish(self, patience: float = _PATIENCE) -> None:
         """Wait until the thread has nothing to do; at most `patience` seconds."""
         end = time.monotonic() + patience
-        while self.busy and time.monotonic() < end:
+        while self.worker.busy and time.monotonic() < end:
             time.sleep(0.001)
-
-    @property
-    def busy(self) -> bool:
-        """Whether the lane's thread is running."""
-        with self._lock:
-            return self._running
-
-    def _execute_jobs(self) -> None:
-        while True:
-            with self._lock:
-                if not self._jobs:
-                    self._running = False
-                    return
-                job = self._jobs.popleft()
-            job.execute()
 
     def find_host_peers(self, group: ProcessGroup) -> tuple[HostPeer | None, ...]:
         """Find out, with all ranks, whose memory can be read; only the first call asks."""
@@ -210,28 +225,43 @@ class Lane:
             return self._streams[device]
 
 
-_lanes: weakref.WeakKeyDictionary[ProcessGroup, Lane] = weakref.WeakKeyDictionary()
-_all_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+# Not a WeakKeyDictionary: who goes through one takes hold of each group for a moment, and a thread
+# beside `destroy_process_group` would then be the one that ends a group, too late.
+_lanes: dict[weakref.ref[ProcessGroup], Lane] = {}
 _lanes_lock = threading.Lock()
 
 
-def lane_of(group: ProcessGroup) -> Lane:
-    """Return the lane of `group` (one per group and process; it dies with the group)."""
-    with _lanes_lock:
-        lane = _lanes.get(group)
-        if lane is None:
-            lane = _lanes[group] = Lane(group)
-            _all_lanes.add(lane)
-            ends_with_groups(lane, Lane.finish)
-        return lane
+def _drop(gone: weakref.ref[ProcessGroup]) -> None:
+    _lanes.pop(gone, None)
+
+
+@overload
+def lane_of(group: ProcessGroup) -> Lane: ...
+@overload
+def lane_of(group: ProcessGroup | None) -> Lane | None: ...
+def lane_of(group: ProcessGroup | None) -> Lane | None:
+    """Return the lane of `group`: one per group and process, which dies with the group.
+
+    A group of one rank alone, None, has none. TypeError: it is no process group.
+    """
+    if group is None:
+        return None
+    try:
+        if (lane := _lanes.get(weakref.ref(group))) is not None:
+            return lane
+        with _lanes_lock:
+            lane = _lanes.get(weakref.ref(group)) or Lane(group)
+            _lanes[weakref.ref(group, _drop)] = lane
+    except (AttributeError, TypeError):
+        raise no_group(group) from None
+    ends_with_groups(lane, Lane.finish)
+    return lane
 
 
 def lanes() -> list[Lane]:
     """The lanes of all groups that have been used."""
-    # Who goes through the other table takes hold of each group for a moment: a thread beside
-    # `destroy_process_group` would then end one, and later than its caller expects.
     with _lanes_lock:
-        return list(_all_lanes)
+        return list(_lanes.values())
 
 
 def kept_bytes() -> int:

@@ -1,6 +1,6 @@
 """One rank's training step on the virtual GPU: a Llama in plain torch under an engine, as JSON.
 
-    .nox/virtual-gpu/bin/python benchmarks/virtual_gpu_step.py --engine lamina-3 --size 1b
+    .nox/virtual-gpu/bin/python benchmarks/virtual_gpu.py --engine lamina-3 --size 1b
 
 `python3 noxfile.py -s virtual-gpu -- budgets` starts it. It plays
 rank 0 of a world whose other ranks do not exist: NCCL's stand-in takes every message and answers at
@@ -55,23 +55,30 @@ SIZES = {
 
 
 class RMSNorm(nn.Module):
+    """Root mean square normalisation."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def reset_parameters(self) -> None:
+        """As torch's modules have it: FSDP2 and Megatron-FSDP call it."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One forward."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, 1e-5)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair of features by its position's angle."""
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
 
 
 class Attention(nn.Module):
+    """Grouped-query attention, causal, with rotary positions."""
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.size, self.head = size, size.width // size.heads
@@ -82,6 +89,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(size.width, size.width, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """One forward."""
         batch, tokens, _ = x.shape
         heads = (batch, tokens, -1, self.head)
         query, key, value = (
@@ -95,6 +103,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """A gated MLP."""
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.gate = nn.Linear(size.width, size.hidden, bias=False)
@@ -102,21 +112,27 @@ class MLP(nn.Module):
         self.down = nn.Linear(size.hidden, size.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One forward."""
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
+    """What an engine gathers at once."""
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.norm1, self.attention = RMSNorm(size.width), Attention(size)
         self.norm2, self.mlp = RMSNorm(size.width), MLP(size)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """One forward."""
         x = x + self.attention(self.norm1(x), cos, sin)
         return x + self.mlp(self.norm2(x))
 
 
 class Llama(nn.Module):
+    """Tokens to logits."""
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.head_width = size.width // size.heads
@@ -126,6 +142,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """One forward."""
         places = torch.arange(ids.shape[1], device=ids.device).float()
         pairs = torch.arange(0, self.head_width, 2, device=ids.device).float()
         angles = torch.outer(places, 5e5 ** (-pairs / self.head_width))
@@ -150,6 +167,7 @@ Engine = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all rows."""
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
@@ -223,6 +241,7 @@ def megatron_fsdp(model: Llama, world: int, settings: dict[str, object]) -> Engi
 
 
 def strategy(number: int) -> Callable[[Llama, int, dict[str, object]], Engine]:
+    """Return a row of Lamina's `fully_shard`."""
     return lambda model, world, settings: lamina(model, world, settings, number)
 
 
@@ -253,7 +272,7 @@ def python_calls(loss_hook: list[Callable[[torch.Tensor], None]]) -> Iterator[Co
         yield counts
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
         loss_hook.clear()
 
 
@@ -345,6 +364,7 @@ def measure(words: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
+    """Play rank 0, and print one line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--size", choices=SIZES, default="tiny")
@@ -373,7 +393,3 @@ def main() -> None:
         result = {"engine": words.engine, "size": words.size, "out_of_memory": str(error)}
     print(json.dumps(result), flush=True)
     os._exit(0)  # the process group's threads wait for ranks that do not exist
-
-
-if __name__ == "__main__":
-    main()

@@ -14,6 +14,7 @@ from tasks.environment import CHILD_ENV
 
 OUT_OF_REACH = 69
 SOURCES = ROOT / "testing" / "virtual_gpu" / "src"
+TESTS = ("testing/virtual_gpu/tests", "tests/virtual_gpu")
 # What the tests and the layers need beside torch.
 NEEDS = ("pytest", "hypothesis", "einops", "safetensors")
 
@@ -55,5 +56,5 @@ def virtual_gpu(session: nox.Session) -> None:
     elif what == "budgets":
         command = [str(python), "-m", "tasks.virtual_gpu.budgets", *words]
     else:
-        command = [str(python), "-m", "pytest", "-q", "testing/virtual_gpu/tests", *words]
+        command = [str(python), "-m", "pytest", "-q", *TESTS, *words]
     session.run(*command, external=True, env=CHILD_ENV)

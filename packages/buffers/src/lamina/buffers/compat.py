@@ -6,6 +6,7 @@ No other module of this layer uses one (tests/test_compat.py), so what a new tor
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,8 +101,13 @@ def refusals_of(storage: torch.UntypedStorage, why: str) -> tuple[ctypes.c_bool,
     They refer to the storage's object, and must not be used once it is gone. Sizes, shapes and
     dtypes can be asked for at any time.
 
-    Where torch lets Python say it (builds with CUDA), `why` is the message.
+    Where torch lets Python say it (builds with CUDA), `why` is the message. There are none while
+    torch's CUDA sanitizer runs: it asks every tensor that an operator names for its address, also
+    where the operator makes a view and reads nothing.
     """
+    sanitizer = getattr(sys.modules.get("torch.cuda._sanitizer"), "cuda_sanitizer", None)
+    if sanitizer is not None and sanitizer.enabled:
+        return ()
     if _REFUSALS and _tell_why is not None:
         _tell_why(storage._cdata, why)
     switches = tuple(ctypes.c_bool.from_address(storage._cdata + at) for at in _REFUSALS)

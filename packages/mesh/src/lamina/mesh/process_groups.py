@@ -282,6 +282,7 @@ def _make_group(
     default = c10d._get_default_group()
     _, store = c10d._world.pg_map[default]
     backend, _ = c10d._world.pg_map[default if like is None else like]
+    backend = _serving_hosts(backend)
     places = {rank: place for place, rank in enumerate(ranks)}
     digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
     limit = timeout if timeout is not None else c10d._get_default_timeout(dist.Backend(backend))
@@ -309,6 +310,16 @@ def _make_group(
     group = cast("dist.ProcessGroup", made)
     c10d._world.pg_group_ranks[group] = places
     return group
+
+
+def _serving_hosts(backend: str) -> str:
+    """Give a group of NCCL alone a backend for the CPU, too.
+
+    Hosts agree on numbers in each backward. Numbers that travel over NCCL lie on the GPU, and to
+    read them the host would wait for all that is queued there.
+    """
+    alone = backend in ("nccl", "cuda:nccl") and dist.is_gloo_available()
+    return "cpu:gloo,cuda:nccl" if alone else backend
 
 
 @contextmanager

@@ -37,8 +37,9 @@ static Kernel *kernel_of(const void *handle) {
   auto at = by_handle().find(handle);
   Kernel *kernel = at != by_handle().end() ? at->second : add_kernel(handle, "a kernel that was not registered");
   if (kernel->name.empty()) {
-    int status;
-    char *text = abi::__cxa_demangle(kernel->symbol.c_str(), nullptr, nullptr, &status);
+    int status;  // a plain name is none of C++, and could be read as one of its types
+    const bool mangled = kernel->symbol.rfind("_Z", 0) == 0;
+    char *text = mangled ? abi::__cxa_demangle(kernel->symbol.c_str(), nullptr, nullptr, &status) : nullptr;
     kernel->name = text ? text : kernel->symbol;
     free(text);
   }
@@ -142,15 +143,18 @@ struct Pending {
   size_t shared;
   Stream *stream;
 };
-static thread_local std::vector<Pending> pending;  // what stands between <<< and >>>
+static std::vector<Pending> &pending() {  // what stands between <<< and >>>
+  static thread_local auto *all = new std::vector<Pending>;
+  return *all;
+}
 
 EXPORT unsigned __cudaPushCallConfiguration(Dim3 grid, Dim3 block, size_t shared, Stream *stream) {
-  pending.push_back({grid, block, shared, stream});
+  pending().push_back({grid, block, shared, stream});
   return kSuccess;
 }
 EXPORT int __cudaPopCallConfiguration(Dim3 *grid, Dim3 *block, size_t *shared, Stream **stream) {
-  const Pending last = pending.back();
-  pending.pop_back();
+  const Pending last = pending().back();
+  pending().pop_back();
   *grid = last.grid, *block = last.block, *shared = last.shared, *stream = last.stream;
   return kSuccess;
 }

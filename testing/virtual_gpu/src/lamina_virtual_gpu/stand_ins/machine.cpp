@@ -216,7 +216,7 @@ EXPORT void vgpu_reset() {
 // Returns the record as JSON, in memory that stays valid until the next call.
 EXPORT const char *vgpu_record() {
   LOCKED;
-  static std::string text;
+  static auto &text = *new std::string;
   const Record &r = record();
   std::string streams, unknown;
   every_stream(add_stream, &streams);

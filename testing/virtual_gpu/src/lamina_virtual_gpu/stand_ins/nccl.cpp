@@ -25,6 +25,53 @@ static void mirror(void *to, const void *from, size_t bytes) {
   if (to != from && bytes && bytes <= settings().largest_mirrored) memmove(to, from, bytes);
 }
 
+enum Operation { kSum = 0, kProduct = 1 };
+
+static float widened(uint16_t half_of_a_float) {  // bfloat16
+  const uint32_t bits = (uint32_t)half_of_a_float << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+template <class T>
+static void repeat(void *to, const void *from, size_t count, int operation, int ranks) {
+  const T *source = (const T *)from;
+  T *target = (T *)to;
+  for (size_t i = 0; i < count; i++) {
+    T value = source[i];
+    if (operation == kSum) value = (T)(value * (T)ranks);
+    for (int rank = 1; operation == kProduct && rank < ranks; rank++) value = (T)(value * source[i]);
+    target[i] = value;
+  }
+}
+
+// What a reduction of equal contributions gives: N times the value for a sum; minimum, maximum and mean are the value.
+static void reduce(void *to, const void *from, size_t count, int type, int operation, int ranks) {
+  if (count * width_of(type) > settings().largest_mirrored) return;
+  if (operation != kSum && operation != kProduct) return mirror(to, from, count * width_of(type));
+  switch (type) {
+    case 0: return repeat<int8_t>(to, from, count, operation, ranks);
+    case 1: return repeat<uint8_t>(to, from, count, operation, ranks);
+    case 2: return repeat<int32_t>(to, from, count, operation, ranks);
+    case 3: return repeat<uint32_t>(to, from, count, operation, ranks);
+    case 4: return repeat<int64_t>(to, from, count, operation, ranks);
+    case 5: return repeat<uint64_t>(to, from, count, operation, ranks);
+    case 7: return repeat<float>(to, from, count, operation, ranks);
+    case 8: return repeat<double>(to, from, count, operation, ranks);
+    case 9:
+      for (size_t i = 0; i < count; i++) {
+        float value = widened(((const uint16_t *)from)[i]), result;
+        repeat<float>(&result, &value, 1, operation, ranks);
+        uint32_t bits;
+        memcpy(&bits, &result, sizeof bits);
+        ((uint16_t *)to)[i] = (uint16_t)(bits >> 16);
+      }
+      return;
+    default: return mirror(to, from, count * width_of(type));  // halves and eighths stay as they are
+  }
+}
+
 // Ring algorithms: `share` of the bytes crosses this rank's slowest link.
 static int run(const char *what, Communicator *group, double bytes, double share, Stream *stream) {
   const double rate = group->ranks > settings().gpu->link_domain ? settings().network_rate : settings().link_rate;
@@ -116,14 +163,14 @@ EXPORT int ncclAllGather(const void *from, char *to, size_t count, int type, Com
   for (int rank = 0; rank < group->ranks && bytes <= settings().largest_mirrored; rank++) mirror(to + rank * bytes, from, bytes);
   return run("ncclAllGather", group, (double)bytes * group->ranks, all_but_own(group), stream);
 }
-EXPORT int ncclReduceScatter(const char *from, void *to, size_t count, int type, int, Communicator *group, Stream *stream) {
+EXPORT int ncclReduceScatter(const char *from, void *to, size_t count, int type, int operation, Communicator *group, Stream *stream) {
   const size_t bytes = count * width_of(type);
-  mirror(to, from + group->rank * bytes, bytes);
+  reduce(to, from + group->rank * bytes, count, type, operation, group->ranks);
   return run("ncclReduceScatter", group, (double)bytes * group->ranks, all_but_own(group), stream);
 }
-EXPORT int ncclAllReduce(const void *from, void *to, size_t count, int type, int, Communicator *group, Stream *stream) {
+EXPORT int ncclAllReduce(const void *from, void *to, size_t count, int type, int operation, Communicator *group, Stream *stream) {
   const size_t bytes = count * width_of(type);
-  mirror(to, from, bytes);
+  reduce(to, from, count, type, operation, group->ranks);
   return run("ncclAllReduce", group, (double)bytes, 2 * all_but_own(group), stream);
 }
 EXPORT int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Communicator *group, Stream *stream) {
@@ -134,9 +181,9 @@ EXPORT int ncclBroadcast(const void *from, void *to, size_t count, int type, int
 EXPORT int ncclBcast(void *at, size_t count, int type, int root, Communicator *group, Stream *stream) {
   return ncclBroadcast(at, at, count, type, root, group, stream);
 }
-EXPORT int ncclReduce(const void *from, void *to, size_t count, int type, int, int root, Communicator *group, Stream *stream) {
+EXPORT int ncclReduce(const void *from, void *to, size_t count, int type, int operation, int root, Communicator *group, Stream *stream) {
   const size_t bytes = count * width_of(type);
-  if (root == group->rank) mirror(to, from, bytes);
+  if (root == group->rank) reduce(to, from, count, type, operation, group->ranks);
   return run("ncclReduce", group, (double)bytes, 1, stream);
 }
 EXPORT int ncclAlltoAll(const void *from, void *to, size_t count, int type, Communicator *group, Stream *stream) {

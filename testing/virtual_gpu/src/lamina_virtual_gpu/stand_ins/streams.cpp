@@ -62,12 +62,22 @@ bool any_capture(int device) {
 
 // ---- what a capture forbids
 
+// What lives as long as the process, or a thread, is never destroyed: torch's threads call until the very end.
+using Captures = std::vector<std::weak_ptr<Capture>>;
 static thread_local int thread_mode = kGlobal;
-static thread_local std::vector<std::weak_ptr<Capture>> begun_here;
-static std::vector<std::weak_ptr<Capture>> global_captures;
+static Captures &begun_here() {
+  static thread_local auto *all = new Captures;
+  return *all;
+}
+static Captures &begun_anywhere() {
+  static auto *all = new Captures;
+  return *all;
+}
 
-static bool spoil(std::vector<std::weak_ptr<Capture>> &captures, bool global_alone) {
+static bool spoil(Captures &captures, bool global_alone) {
   bool any = false;
+  auto gone = [](const std::weak_ptr<Capture> &capture) { return capture.expired(); };
+  captures.erase(std::remove_if(captures.begin(), captures.end(), gone), captures.end());
   for (auto &weak : captures)
     if (auto capture = weak.lock())
       if (capture->origin && capture->mode != kRelaxed && (!global_alone || capture->mode == kGlobal)) capture->broken = any = true;
@@ -78,8 +88,8 @@ static bool spoil(std::vector<std::weak_ptr<Capture>> &captures, bool global_alo
 // and this one has not asked for another mode.
 bool capture_forbids() {
   if (thread_mode == kRelaxed) return false;
-  bool here = spoil(begun_here, false);
-  bool anywhere = thread_mode == kGlobal && spoil(global_captures, true);
+  bool here = spoil(begun_here(), false);
+  bool anywhere = thread_mode == kGlobal && spoil(begun_anywhere(), true);
   return here || anywhere;
 }
 
@@ -286,8 +296,8 @@ static int begin_capture(Stream *handle, int mode) {
   auto capture = std::make_shared<Capture>();
   capture->number = ++captures, capture->mode = mode, capture->origin = handle;
   handle->capture = capture, handle->frontier.clear();
-  begun_here.push_back(capture);
-  global_captures.push_back(capture);
+  begun_here().push_back(capture);
+  begun_anywhere().push_back(capture);
   return kSuccess;
 }
 EXPORT int cudaStreamBeginCapture(Stream *stream, int mode) {

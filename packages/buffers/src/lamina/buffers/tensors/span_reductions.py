@@ -277,7 +277,7 @@ def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> list[
     NotImplementedError says that the tensors are cut over different ranks.
     """
     norm = PNorm(order)
-    shares = torch.stack([norm.share(tensor._local) for tensor in tensors])
+    shares = [norm.share(tensor._local) for tensor in tensors]
     cut = [index for index, tensor in enumerate(tensors) if tensor._spec.is_cut]
     if cut:
         spec = tensors[cut[0]]._spec
@@ -290,10 +290,13 @@ def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> list[
                     f"{other.where()}) in one call: use lamina.ddp.clip_grad_norm, which counts "
                     "every parameter once on every mesh"
                 )
-        where = torch.tensor(cut, device=shares.device)
         over_ranks = reduce_over_ranks if norm.op == "sum" else extremes_over_ranks
-        shares = shares.index_copy(0, where, over_ranks(spec, operation, shares[where], norm.op))
-    return list(norm.root(shares).unbind())
+        # Picked in Python: an index tensor would be copied from pageable memory, and the host
+        # would wait for the device.
+        summed = over_ranks(spec, operation, torch.stack([shares[i] for i in cut]), norm.op)
+        for index, share in zip(cut, summed.unbind(), strict=True):
+            shares[index] = share
+    return list(norm.root(torch.stack(shares)).unbind())
 
 
 def _refuse_parts(operation: str, tensors: Sequence[SpanTensor]) -> None:

@@ -67,7 +67,11 @@ def registration_problem(
             f"world with init_distributed() on GPUs (cpu:gloo,cuda:nccl)"
         )
     backend: Any = group._get_backend(where)
-    if not hasattr(backend, "register_mem_pool") or not hasattr(backend, "mem_allocator"):
+    try:
+        whole = hasattr(backend, "register_mem_pool") and hasattr(backend, "mem_allocator")
+    except RuntimeError as error:  # torch asks the device when the allocator is looked at
+        return f"NCCL has no allocator for {where}, such as a GPU without multicast: {error}"
+    if not whole:
         return (
             f"the NCCL backend of torch {torch.__version__} has no register_mem_pool or "
             f"mem_allocator; use a CUDA build of torch 2.11 or later"

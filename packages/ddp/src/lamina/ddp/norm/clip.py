@@ -139,7 +139,10 @@ class _SameStep:
         word, _ = step.numbers
         halves = [word & 0xFFFFFFFF, word >> 32 & 0xFFFFFFFF]  # fp64 adds 32 bits exactly
         factor = 1 if any(axis.rank for axis in wide) else 1 - _size(wide)
-        self.message = torch.tensor(halves, dtype=torch.float64, device=device) * factor
+        # Filled in place: numbers that are copied from pageable memory make the host wait.
+        self.message = torch.empty(len(halves), dtype=torch.float64, device=device)
+        for place, half in zip(self.message, halves, strict=True):
+            place.fill_(half * factor)
 
     @classmethod
     def of(

@@ -1,0 +1,48 @@
+"""What a step must not do on a GPU: wait for the device, ask it for memory, or race."""
+
+from __future__ import annotations
+
+import pytest
+
+STEP = """
+    import torch
+    import lamina_virtual_gpu as virtual_gpu
+    from lamina.ddp import clip_grad_norm
+    from lamina.mesh import ParallelLayout
+
+    start()
+    mesh = ParallelLayout().build("cuda")
+    model, optimizer = sharded(device_mesh=mesh, zero_dp_strategy={strategy})
+    clip = {clip}
+    train(model, optimizer, 3, clip)
+    virtual_gpu.reset()
+    with virtual_gpu.host_waits() as waits:
+        train(model, optimizer, 1, clip)
+    calls = virtual_gpu.record().calls
+    asked = [calls.get(name, 0) for name in ("cudaMalloc", "cudaFree")]
+    end([[list(lines) for lines in waits if "/lamina/" in " ".join(lines)], asked])
+"""
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_the_host_waits_for_nothing_when_torch_clips(on_rank_0, strategy):
+    clip = "lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    waits, asked = on_rank_0(STEP.format(strategy=strategy, clip=clip))
+    assert waits == []
+    assert asked == [0, 0]
+
+
+def test_the_host_waits_for_nothing_when_a_norm_over_a_mesh_is_taken(on_rank_0):
+    clip = "lambda: clip_grad_norm(model, 1.0, mesh=mesh)"
+    waits, asked = on_rank_0(STEP.format(strategy=3, clip=clip))
+    assert waits == []
+    assert asked == [0, 0]
+
+
+def test_torchs_sanitizer_looks_at_a_step_with_released_weights(on_rank_0):
+    text = """
+        start()
+        train(*sharded(), 2)
+        end("no race")
+    """
+    assert on_rank_0(text, TORCH_CUDA_SANITIZER=1) == "no race"

@@ -9,6 +9,10 @@ import pytest
 import torch
 import torch.distributed
 import torch.distributed.checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamina.ddp import full_parameters
@@ -188,3 +192,55 @@ def test_state_that_nothing_could_be_loaded_into_is_warned_of(ranks):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(stepper.state_dict()["state"]) == count
+
+
+class TwoHalves(torch.nn.Module):
+    """Its second half has no gradient in the first two steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x, number):
+        x = self.first(x)
+        return x.sum(1) if number < 2 else self.second(x).sum(1)
+
+
+def counts_of(optimizer):
+    states = optimizer.state_dict()["state"].values()
+    return [float(state["step"]) for state in states]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+@pytest.mark.parametrize("generic", [False, True])
+def test_each_parameter_gets_its_own_step_count_back(generic, strategy, ranks, tmp_path):
+    def made(numbers):
+        torch.manual_seed(0)
+        model = TwoHalves()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model, optimizer = fully_shard(
+            model, optimizer, device_mesh=mesh, fsdp_unit_modules=[], zero_dp_strategy=strategy
+        )
+        for number in numbers:
+            model(torch.ones(3, 4), number).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    def state_for(model, optimizer):
+        if generic:
+            return get_optimizer_state_dict(model, optimizer)
+        return optimizer.state_dict()
+
+    saved, loaded = made([0, 1, 2]), made([2, 3])
+    path = str(tmp_path / "checkpoint")
+    torch.distributed.checkpoint.save(state_for(*saved), checkpoint_id=path)
+    state = state_for(*loaded)
+    torch.distributed.checkpoint.load(state, checkpoint_id=path)
+    if generic:
+        set_optimizer_state_dict(*loaded, state)
+    else:
+        loaded[1].load_state_dict(state)
+    assert counts_of(saved[1]) == counts_of(loaded[1]) == [3.0, 3.0, 1.0, 1.0]

@@ -32,7 +32,7 @@ from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups
 from lamina.ddp.optimizer.run_kernels import KERNELS
 from lamina.ddp.optimizer.whole_step import WholeStep
 
-__all__ = ["COUNTERS", "ELEMENTWISE", "MOMENTS", "FlatStep", "step_over_groups"]
+__all__ = ["COUNTERS", "ELEMENTWISE", "MOMENTS", "FlatStep", "step_over_groups", "unshare_counts"]
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     getattr(torch.optim, name)
@@ -134,6 +134,7 @@ class FlatStep(BorrowedGroups):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
+        optimizer.register_state_dict_pre_hook(unshare_counts)
         self._located: dict[int, tuple[ParameterGroup, int]] = {}
         self._plans: dict[int, _Plan] = {}  # by the index of the optimizer's group
         self._runs: list[_Run] = []  # of the step at hand
@@ -148,7 +149,7 @@ class FlatStep(BorrowedGroups):
 
     def _lend(self, optimizer: Optimizer) -> None:
         if self.paused:
-            _unshare_counts(optimizer)
+            unshare_counts(optimizer)
             return
         self._borrow(optimizer)
         for number, settings in enumerate(optimizer.param_groups):
@@ -314,12 +315,20 @@ def _step_at_once(run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> 
     return done
 
 
-def _unshare_counts(optimizer: Optimizer) -> None:
-    """Parameters of a run share their counters; stepped one by one, each needs its own."""
+def unshare_counts(optimizer: Optimizer) -> None:
+    """Give each parameter counters of its own, which those of one run share.
+
+    They are stepped one by one next, or somebody looks at the state, and a loader that writes in
+    place (torch.distributed.checkpoint) would give all of a run what it reads last. The next step
+    makes a new plan.
+    """
+    shared: set[int] = set()
     for state in optimizer.state.values():
         for name in COUNTERS & state.keys():
             if isinstance(state[name], torch.Tensor):
-                state[name] = state[name].clone()
+                if id(state[name]) in shared:
+                    state[name] = state[name].clone()
+                shared.add(id(state[name]))
 
 
 def _same_history(group: ParameterGroup, first: int, second: int, optimizer: Optimizer) -> bool:

@@ -20,7 +20,13 @@ from lamina.ddp.optimizer.adopt_parameters import (
     locate_main_parameters,
     require_same_optimizer,
 )
-from lamina.ddp.optimizer.flat_step import COUNTERS, ELEMENTWISE, MOMENTS, step_over_groups
+from lamina.ddp.optimizer.flat_step import (
+    COUNTERS,
+    ELEMENTWISE,
+    MOMENTS,
+    step_over_groups,
+    unshare_counts,
+)
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
 from lamina.ddp.optimizer.whole_step import refuse_cut_tensors
 from lamina.mesh import ParallelMesh
@@ -201,8 +207,9 @@ class ShardedOptimizer(Optimizer):
         """
         if local_of_state_call("info") is not None:
             self.refuse_generic_state()
+        unshare_counts(self.optimizer)
         states: dict[str, dict[str, Any]] = {
-            self._names.get(id(parameter), "?"): _unshared(state)
+            self._names.get(id(parameter), "?"): dict(state)
             for parameter, state in self.state.items()
         }
         for parameter in [p for group in self.param_groups for p in group["params"]]:
@@ -297,16 +304,6 @@ class ShardedOptimizer(Optimizer):
         if is_cut and not isinstance(value, ShardedTensor):
             return cut_state(value, *self._located[id(parameter)])
         return value
-
-
-def _unshared(state: dict[str, Any]) -> dict[str, Any]:
-    """State with counters of its own: parameters that step together share theirs, and a loader
-    that writes in place would give all of them the last one's.
-    """
-    return {
-        name: value.clone() if name in COUNTERS and isinstance(value, torch.Tensor) else value
-        for name, value in state.items()
-    }
 
 
 def _taken(value: Any, held: Any) -> Any:

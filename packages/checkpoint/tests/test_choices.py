@@ -46,6 +46,21 @@ def test_added_layers_are_named_and_left_alone(tmp_path):
     assert not manager.last_restore.unexpected
 
 
+def test_a_restore_of_nothing_is_refused(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    saved = two()
+    manager.save(1, saved)
+    around = {"model": nn.ModuleDict({"module": saved["model"]})}
+    with pytest.raises(CheckpointMismatchError, match=r"'model' has no name in common") as error:
+        manager.restore(around, strict=False)
+    assert "only here model.module.a.bias" in str(error.value)
+    assert "only in the checkpoint model.a.bias" in str(error.value)
+    with pytest.raises(CheckpointMismatchError, match="has no entry"):
+        manager.restore({"other": saved["model"]}, strict=False)
+    manager.restore({"other": nn.Linear(1, 1), **saved}, strict=False)
+    assert manager.last_restore.missing == ("other",)
+
+
 def test_removed_layers_are_named_and_passed_over(tmp_path):
     saved, smaller = two(extra=True), two()
     manager = CheckpointManager(tmp_path)

@@ -79,7 +79,7 @@ class Plan:
         self._stored = metadata.state_dict_metadata
         self._cut_tensors = CutTensors(self._objects, hints)
         absent = sorted(set(state) - set(trees))
-        if absent and selection.strict:
+        if absent and (selection.strict or len(absent) == len(state)):
             raise CheckpointMismatchError(
                 f"the checkpoint has no entry {shortened(absent)}; "
                 f"it has {shortened(sorted(trees))}"
@@ -282,7 +282,8 @@ class Plan:
         """Compare names, once it is known which names have a place on some rank (`claimed`).
 
         CheckpointMismatchError says that a name is on one side only, and the selection strict; that
-        a pattern matches nothing; or that a `PerRank` refuses another layout.
+        an entry has no name in common; that a pattern matches nothing; or that a `PerRank` refuses
+        another layout.
         """
         for entry, planned in self._entries.items():
             value = self._objects[entry]
@@ -303,6 +304,15 @@ class Plan:
                 for name, anywhere in claimed.items()
                 if not anywhere and name.startswith(f"{entry}.")
             )
+            stored = sum(name.startswith(f"{entry}.") for name in claimed)
+            if not self._selection.strict and stored and len(unexpected) == stored:
+                raise CheckpointMismatchError(
+                    f"'{entry}' has no name in common with the checkpoint, so strict=False would "
+                    f"load nothing: only here {shortened(missing) or 'none'}; only in the "
+                    f"checkpoint {shortened(unexpected)}. Name its modules alike (a "
+                    "wrapper may put a prefix before them), or leave it as it is with "
+                    f"exclude=['{entry}']"
+                )
             if self._selection.strict and (missing or unexpected):
                 raise CheckpointMismatchError(
                     f"'{entry}' does not fit the checkpoint: not in the checkpoint: "

@@ -335,6 +335,16 @@ def fsdp2_forgets_its_groups():
         assert sys.getrefcount(mesh.get_group()) == before < held
 
 
+def recurrent_modules_refer_weakly_to_their_parameters():
+    net = torch.nn.GRU(2, 2)
+    other = torch.nn.Parameter(torch.zeros(6, 2))
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(net.weight_ih_l0, other)
+    with of_fsdp.free_of_references([net]):
+        torch.utils.swap_tensors(net.weight_ih_l0, other)
+    assert not net(torch.ones(1, 1, 2))[0].isnan().any()
+
+
 CHECKS = {
     wrappers_have_a_shape_and_no_memory: (
         "make_wrapper_subclass OpOverload disabled_torch_function_impl"
@@ -355,6 +365,7 @@ CHECKS = {
     operators_are_seen_below_autograd: "TorchDispatchMode",
     a_rank_knows_its_shard_of_a_dtensor: "local_shape_and_offset",
     fsdp2_forgets_its_groups: "forget_groups",
+    recurrent_modules_refer_weakly_to_their_parameters: "free_of_references",
     a_graph_break_runs_the_function_as_it_is: "one_graph_break",
     a_profiler_is_seen_from_every_thread: "profiling",
     attention_gives_the_logarithm_of_sums: (

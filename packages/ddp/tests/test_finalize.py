@@ -330,3 +330,15 @@ def test_tied_weights_stay_equal_over_steps_of_a_sharded_optimizer(ranks):
         reference.zero_grad()
     for name, value in meshes.mine({n: p.data for n, p in whole.items()}, run.stage).items():
         torch.testing.assert_close(getattr(run.stage, name).data, value, rtol=0, atol=1e-9)
+
+
+@pytest.mark.ranks(1)
+def test_a_list_of_stages_is_a_list_in_whatever_class(ranks):
+    mesh = ParallelLayout().build("cpu")
+    stages = [DistributedDataParallel(torch.nn.Linear(4, 4), mesh=mesh) for _ in range(2)]
+    for given in (stages, torch.nn.ModuleList(stages)):
+        stages[1](stages[0](torch.ones(2, 4))).sum().backward()
+        finalize_grads(given, mesh)
+        assert clip_grad_norm(given, 1e9, mesh) > 0
+        for stage in stages:
+            stage.zero_grad()

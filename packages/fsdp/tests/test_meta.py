@@ -1,5 +1,6 @@
 """A model built on the meta device gets the values it would have had, one unit at a time."""
 
+import copy
 import gc
 from types import SimpleNamespace
 
@@ -340,3 +341,31 @@ def test_a_model_that_has_values_is_moved_to_where_it_computes(ranks):
     move_buffers(model.modules(), torch.device("meta"))
     assert model.seen.is_meta
     assert model.head.seen is model.seen
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inside = kind(5, 4, num_layers=2, batch_first=True)
+        self.leave = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.leave(self.inside(x)[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_modules_come_from_meta_and_are_copied(kind, ranks):
+    """They refer to their parameters weakly, and torch swaps no tensor that somebody refers to."""
+    with torch.device("meta"):
+        model = Recurrent(kind)
+    model = fully_shard(model, fsdp_unit_modules=[kind])
+    plain, copied = Recurrent(kind), copy.deepcopy(model)
+    plain.load_state_dict(full_parameters(model))
+    for each in (model, copied, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(torch.ones(2, 3, 5)).square().mean().backward()
+        optimizer.step()
+    for each in (model, copied):
+        for name, value in full_parameters(each).items():
+            torch.testing.assert_close(value, plain.get_parameter(name).detach())

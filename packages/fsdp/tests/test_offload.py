@@ -107,6 +107,13 @@ def test_offloading_changes_no_bits_with_replicas(outer, ranks):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("outer", [0, 1], ids=["HSDP", "HFSDP"])
+def test_replicas_alone_are_offloaded(outer, ranks):
+    wanted = run(ranks, 2, outer)
+    assert_same(run(ranks, 2, outer, offload_policy=CPUOffloadPolicy()), wanted)
+
+
+@pytest.mark.ranks(2)
 def test_module_by_module_as_the_one_line(ranks):
     model = build()
     mesh = mesh_of(2)["device_mesh"]

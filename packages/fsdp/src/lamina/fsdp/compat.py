@@ -5,7 +5,8 @@ No other module of this layer uses one (tests/test_compat.py), so what a new tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,11 +24,23 @@ if TYPE_CHECKING:
 __all__ = [
     "TorchDispatchMode",
     "forget_groups",
+    "free_of_references",
     "local_shape_and_offset",
     "one_graph_break",
     "tree_leaves",
     "tree_map_only",
 ]
+
+
+@contextmanager
+def free_of_references(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let parameters of recurrent modules be swapped, which those refer to weakly."""
+    recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs.clear()
+    yield
+    for module in recurrent:
+        module._init_flat_weights()
 
 
 def forget_groups(module: nn.Module) -> None:

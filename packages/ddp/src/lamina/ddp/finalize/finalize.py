@@ -58,7 +58,7 @@ def finalize_grads(
     """Finish the gradients of a step. Collective over the whole mesh.
 
     Args:
-        modules: a wrapped module, or this rank's pipeline stages in order.
+        modules: a wrapped module, or this rank's pipeline stages in order (`runner.stages`).
         mesh: the mesh.
         num_tokens: this rank's number of tokens in the step, counted where the loss is: on the
             last pipeline stage. Other stages' values are ignored, but give one (0) there. None on
@@ -77,7 +77,7 @@ def finalize_grads(
         >>> model(torch.ones(2, 4)).mean().backward()
         >>> finalize_grads(model, mesh)
     """
-    stages = [modules] if isinstance(modules, nn.Module) else list(modules)
+    stages = _stages(modules)
     for stage in stages:
         finish = getattr(stage, "finish_grad_sync", None)
         if finish is not None:
@@ -105,6 +105,12 @@ def finalize_grads(
         group.trained.mark_finalized()
 
 
+def _stages(modules: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """One module, or those of a list; a `ModuleList` is a list unless it is wrapped itself."""
+    single = isinstance(modules, nn.Module) and type(modules) is not nn.ModuleList
+    return [modules] if single else list(modules)  # type: ignore[list-item, arg-type]
+
+
 def finalize_plain_gradients(modules: nn.Module | Sequence[nn.Module], mesh: ParallelMesh) -> None:
     """`finalize_grads` for modules that no wrapper holds: gradients stay where autograd put them.
 
@@ -114,7 +120,7 @@ def finalize_plain_gradients(modules: nn.Module | Sequence[nn.Module], mesh: Par
     mesh has data-parallel or context-parallel ranks, over which nobody would sum; RuntimeError that
     it has summed these gradients over tp or stages before.
     """
-    stages = [modules] if isinstance(modules, nn.Module) else list(modules)
+    stages = _stages(modules)
     named = [one for stage in stages for one in stage.named_parameters() if one[1].requires_grad]
     gradients = [PlainGradient(name, parameter) for name, parameter in named]
     _refuse_data_parallel(gradients, mesh)

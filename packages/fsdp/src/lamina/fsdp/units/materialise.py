@@ -8,6 +8,7 @@ from torch import nn
 
 from lamina.buffers import BufferLayout
 from lamina.ddp.engine import ParameterRef
+from lamina.fsdp.compat import free_of_references
 from lamina.fsdp.units.plan import UnitPlan
 
 __all__ = [
@@ -42,7 +43,8 @@ def materialise_unit(
     ValueError names a module with meta tensors that nothing has initialised.
     """
     views = _views_in(layouts, device)
-    new = (*_new_parameters(plan, device, views), *_new_buffers(plan, device))
+    with free_of_references(plan.own_modules()):
+        new = (*_new_parameters(plan, device, views), *_new_buffers(plan, device))
     fresh = {id(tensor): tensor for tensor in new}
     if not fresh or device.type == "meta":  # a plan of shapes, without values
         return

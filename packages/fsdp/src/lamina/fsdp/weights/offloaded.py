@@ -117,16 +117,24 @@ class OffloadedWeights(ShardedWeights):
 
     def _gather(self) -> Handle | None:
         whole = self.acquire()
-        start, stop = self.local.range
+        # Replicas alone hold the whole, of which a step may have written this rank's piece only.
+        cut = self.local.cuts[1] or self._spreads[1]
+        axis, first = self.axes.inner, self.local.range[0]
+        size = whole.numel() // (axis.size if cut else 1)
+        start = axis.rank * size if cut else 0
         if self._side is None:
             self._side = SideStream(whole.device)
         # The place may be one that a unit before has just left: its last use is queued already.
         self._side.follow()
         with self._side.use():
-            own = whole[start:stop]
-            own.copy_(self.local.data, non_blocking=True)
+            own = whole[start : start + size]
+            own.copy_(self.local.data[start - first :][:size], non_blocking=True)
             self._copied = self._side.mark()
-            return all_gather_into(whole, own, self.axes.inner.sibling("gather"), async_op=True)
+            if cut:
+                return all_gather_into(whole, own, axis.sibling("gather"), async_op=True)
+        if self._copied is not None:
+            self._copied.wait()
+        return None
 
     def release(self) -> None:
         """Give the whole weights back, once the host's shard may be written again."""

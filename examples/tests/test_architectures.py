@@ -49,7 +49,7 @@ def test_every_architecture_trains_over_every_layout(tmp_path, model, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(8, backend="fake")
+@pytest.mark.ranks(8, backend="fake", timeout=300)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_architecture_is_planned_over_every_layout(model):
     from dry_run import plan
@@ -70,7 +70,7 @@ def test_every_architecture_is_planned_over_every_layout(model):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(256, backend="fake")
+@pytest.mark.ranks(256, backend="fake", timeout=300)
 @pytest.mark.parametrize("model", list(BILLIONS))
 def test_every_architecture_is_planned_in_its_own_size(model):
     from dry_run import plan

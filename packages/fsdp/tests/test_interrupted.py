@@ -3,6 +3,7 @@
 import copy
 import functools
 import operator
+import os
 import threading
 from unittest import mock
 
@@ -406,3 +407,31 @@ def test_a_state_dict_in_another_thread_leaves_the_backward_alone(strategy, rank
     assert "while a backward runs" in raised[0]
     for name, value in full_parameters(model).items():
         torch.testing.assert_close(value, plain.get_parameter(name).detach())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [1, 3])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_no_rank(strategy, ranks):
+    """As a worker of a data loader is: its messages would mix with those of the rank."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = fully_shard(model, device_mesh=mesh, zero_dp_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            try:
+                full_parameters(model)
+            except RuntimeError as error:
+                os.write(writing, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with open(reading, encoding="utf-8") as told:
+            assert f"was forked from rank {ranks.rank} of 2" in told.read()
+        os.wait()
+    assert full_parameters(model)

@@ -15,6 +15,7 @@ inherit no context, and gradients are reduced there.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -190,8 +191,16 @@ def issue(
     `op` is the name of the public function, a lane of None is one rank alone, and this rank sends
     `nbytes`. `between` says how many
     of them go to other hosts, from the ranks of the group on this one; None where every other rank
-    is sent as much.
+    is sent as much. RuntimeError: this process is not the rank, but a child that it forked.
     """
+    if lane is not None and lane.process != os.getpid():  # its messages would mix with the rank's
+        raise RuntimeError(
+            f"{op} along {lane.axis} in process {os.getpid()}, which was forked from rank "
+            f"{lane.rank} of {lane.size} (process {lane.process}) and is no rank: a forward, a "
+            "step or full_parameters of a wrapped model belongs into the rank itself. Give a child "
+            "what it needs (tensors of full_parameters, from the rank), or start it by "
+            "multiprocessing's 'spawn' with groups of its own"
+        )
     recorders = get_in_thread(_KEY) if is_in_thread(_KEY) else ()
     axis, size = ("self", 1) if lane is None else (lane.axis, lane.size)
     now, served = time.perf_counter_ns(), purpose.get()

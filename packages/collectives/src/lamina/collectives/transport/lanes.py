@@ -165,6 +165,8 @@ class Lane:
         self.size, self.rank = group.size(), group.rank()
         self.axis = str(group.group_desc)
         """Its description, which names the mesh axis."""
+        self.process = os.getpid()
+        """The one that is this rank. A child that it forks has the same connections."""
         self.ranks = tuple(ranks_of(group) or ())
         """Its members, if torch.distributed has made it."""
         self._lock = threading.Lock()

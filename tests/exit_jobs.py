@@ -97,6 +97,7 @@ def main(jobs: int, busy: int, program: list[str]) -> None:
                 ranks.append(pid)
             deadline = time.monotonic() + LIMIT
             ended = [status_of(pid, deadline) for pid in ranks]
+            print(f"job {job}: {ended}", file=sys.stderr, flush=True)
             wrong += [(job, ended)] * (ended != [0] * RANKS)
     finally:
         for pid in loops:

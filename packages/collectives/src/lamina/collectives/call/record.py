@@ -193,13 +193,14 @@ def issue(
     of them go to other hosts, from the ranks of the group on this one; None where every other rank
     is sent as much. RuntimeError: this process is not the rank, but a child that it forked.
     """
-    if lane is not None and lane.process != os.getpid():  # its messages would mix with the rank's
+    if lane is not None and lane.worker.process != os.getpid():
+        # Its messages would mix with the rank's.
         raise RuntimeError(
             f"{op} along {lane.axis} in process {os.getpid()}, which was forked from rank "
-            f"{lane.rank} of {lane.size} (process {lane.process}) and is no rank: a forward, a "
-            "step or full_parameters of a wrapped model belongs into the rank itself. Give a child "
-            "what it needs (tensors of full_parameters, from the rank), or start it by "
-            "multiprocessing's 'spawn' with groups of its own"
+            f"{lane.rank} of {lane.size} (process {lane.worker.process}) and is no rank: a "
+            "forward, a step or full_parameters of a wrapped model belongs into the rank itself. "
+            "Give a child what it needs (tensors of full_parameters, from the rank), or start it "
+            "by multiprocessing's 'spawn' with groups of its own"
         )
     recorders = get_in_thread(_KEY) if is_in_thread(_KEY) else ()
     axis, size = ("self", 1) if lane is None else (lane.axis, lane.size)

@@ -111,6 +111,8 @@ class Worker:
     """Runs jobs in order, on a thread that it has only while there are some."""
 
     def __init__(self) -> None:
+        self.process = os.getpid()
+        """The one that has the thread, and is this rank. A child that it forks has none."""
         self._lock = threading.Lock()
         self._jobs: deque[Job] = deque()
         self._running = False
@@ -165,8 +167,6 @@ class Lane:
         self.size, self.rank = group.size(), group.rank()
         self.axis = str(group.group_desc)
         """Its description, which names the mesh axis."""
-        self.process = os.getpid()
-        """The one that is this rank. A child that it forks has the same connections."""
         self.ranks = tuple(ranks_of(group) or ())
         """Its members, if torch.distributed has made it."""
         self._lock = threading.Lock()

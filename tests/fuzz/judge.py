@@ -73,8 +73,8 @@ def promises_bits(case: Case) -> bool:
     # Norms are summed in another order, on purpose; other kernels round differently.
     rounded = {"clip", "torch clip"} & {name for _, after in case.steps for name in after}
     plain = "foreach=False" in case.optimizer
-    # Penalties on weights reach parameters apart from what units give.
-    rounded |= {"weights"} & {name for before, _ in case.steps for name in before}
+    # Penalties reach parameters apart from what units give, or in several pieces.
+    rounded |= {"weights", "penalty"} & {name for before, _ in case.steps for name in before}
     compiled = any("compiled" in part.how for part in case.parts)
     theirs = any(w.kind == "torch" for w in case.wrappers)
     # Weights in flat buffers are contiguous (decision 0427), and other strides take other kernels.

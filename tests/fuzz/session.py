@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import importlib
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,8 +52,12 @@ class Meshes:
         return self._made[kind, replicas]
 
 
-def run_session(cases: list[tuple[str, str]], out: str, ranks: Any) -> None:
+def run_session(
+    cases: list[tuple[str, str]], out: str, planted: tuple[str, str, str] | None, ranks: Any
+) -> None:
     """Run cases one after another. A line before and a line after each says what happened."""
+    if planted is not None:
+        plant(*planted)
     store = dist.distributed_c10d._get_default_store()
     rank, world = ranks.rank, ranks.world_size
     meshes = Meshes(world)
@@ -70,7 +76,7 @@ def run_session(cases: list[tuple[str, str]], out: str, ranks: Any) -> None:
             if outcome != "done":
                 # Others may wait for this rank, and learn only by its end that it does not come.
                 with contextlib.suppress(dist.DistStoreError):
-                    store.wait(_keys(number, world), datetime.timedelta(seconds=4))
+                    store.wait(_keys(number, world), datetime.timedelta(seconds=PATIENCE / 3))
                 if not store.check(_keys(number, world)):
                     os._exit(1)
             store.wait(_keys(number, world), limit)
@@ -92,6 +98,26 @@ def run_session(cases: list[tuple[str, str]], out: str, ranks: Any) -> None:
             if outcome != "right":
                 meshes = Meshes(world)  # on the old ones something may be under way
             torch._dynamo.reset()
+
+
+def plant(name: str, line: str, becomes: str) -> None:
+    """Change a line of a module that is imported already: functions get their new code."""
+    module = importlib.import_module(name)
+    text = Path(str(module.__file__)).read_text()
+    assert text.count(line) == 1, f"{name} has not got the line once: {line}"
+    changed: dict[str, Any] = {"__name__": name}
+    exec(compile(text.replace(line, becomes), str(module.__file__), "exec"), changed)
+    _take_code(vars(module), changed, name)
+
+
+def _take_code(old: Any, new: Any, name: str) -> None:
+    for key, value in new.items():
+        if getattr(value, "__module__", None) != name or key not in old:
+            continue
+        if isinstance(value, types.FunctionType):
+            old[key].__code__ = value.__code__
+        elif isinstance(value, type):
+            _take_code(vars(old[key]), vars(value), name)
 
 
 def packed(records: Records) -> Any:
@@ -136,10 +162,13 @@ def _run(
 
 
 class Fuzzer:
-    """Runs cases, in as few sessions as failures allow."""
+    """Runs cases, in as few sessions as failures allow.
 
-    def __init__(self, server: ForkServer) -> None:
-        self._server = server
+    With `planted` (module, line, what it becomes) the ranks have a fault.
+    """
+
+    def __init__(self, server: ForkServer, planted: tuple[str, str, str] | None = None) -> None:
+        self._server, self._planted = server, planted
 
     def run(
         self, cases: Iterable[Case], say: Callable[[Case, Verdict], None] = lambda *_: None
@@ -176,9 +205,8 @@ class Fuzzer:
         out = Path(tempfile.mkdtemp(prefix="lamina-fuzz-", dir=_shared()))
         try:
             begun = time.monotonic()
-            outcomes = self._server.run(
-                _job(ranks, [(case.to_json(), program_of(case)) for case in cases], out)
-            )
+            texts = [(case.to_json(), program_of(case)) for case in cases]
+            outcomes = self._server.run(_job(ranks, texts, out, self._planted))
             lines = [_lines(out / str(rank)) for rank in range(ranks)]
         finally:
             shutil.rmtree(out, ignore_errors=True)
@@ -234,7 +262,9 @@ def _lines(file: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _job(ranks: int, cases: list[tuple[str, str]], out: Path) -> Job:
+def _job(
+    ranks: int, cases: list[tuple[str, str]], out: Path, planted: tuple[str, str, str] | None
+) -> Job:
     return Job(
         module_name="fuzz.session",
         path=str(_HERE),
@@ -242,6 +272,7 @@ def _job(ranks: int, cases: list[tuple[str, str]], out: Path) -> Job:
         arguments={
             "cases": Argument(pickle.dumps(cases)),
             "out": Argument(pickle.dumps(str(out))),
+            "planted": Argument(pickle.dumps(planted)),
             "ranks": Argument(b""),
         },
         world_size=ranks,

@@ -39,9 +39,10 @@ SOURCES: dict[str, Any] = {
 BY_PROGRAM = frozenset(
     "module optimizer mesh device_mesh fsdp_unit_modules dp_shard_dim dp_outer_dim tp_dim "
     "zero_dp_strategy outer_dp_sharding_strategy init_model_with_meta_device init_module "
-    "use_distributed_optimizer sync_model_each_microbatch cast_forward_inputs".split()
+    "use_distributed_optimizer sync_model_each_microbatch cast_forward_inputs "
+    "buffer_dtype".split()
 )
-"""Arguments that a program gives by itself, as they go together with what else it does."""
+"""Arguments that a program gives by itself, or leaves alone: the model would have to go with them."""
 
 VALUES: dict[str, tuple[str, ...]] = {
     "reduction": ("'ordered'", "'native'", "'int8'", "'checked'"),

@@ -7,6 +7,7 @@ from fuzz.case import Case, program_of
 from fuzz.draw import draw
 from fuzz.session import Fuzzer
 from fuzz.settings import BY_PROGRAM, SOURCES, choices, fields
+from planted import BUGS
 
 SEED, CASES, AT_ONCE = "tests", 60, 6
 
@@ -43,3 +44,31 @@ def test_every_setting_is_drawn_or_has_its_place_in_the_program():
     assert not {
         text for text in left if "Group" not in text and "Mesh" not in text and "Codec" not in text
     }
+
+
+PLANTED = (
+    "only the last microbatch counts",
+    "gradients are doubled where the data-parallel group has one rank",
+)
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_cases_of_the_fixed_seed_find_a_planted_bug(what, rank_server):
+    (bug,) = [bug for bug in BUGS if bug.what == what]
+    module = f"lamina.{bug.file.removesuffix('.py').replace('/', '.')}"
+    fuzzer = Fuzzer(rank_server, (module, bug.line, bug.becomes))
+    cases = [draw(SEED, index) for index in range(CASES)]
+    met = [case for case in cases if meets(what, case)][:5]
+    verdicts = fuzzer.run(met).values()
+    assert any(verdict.outcome in ("wrong", "bits") for verdict in verdicts)
+
+
+def meets(what: str, case: Case) -> bool:
+    """Whether the bug shows in the case, if it has what it is about."""
+    wrapper = case.wrappers[0]
+    if wrapper.kind == "torch" or "reproducible" in wrapper.settings:
+        return False
+    if what == PLANTED[0]:
+        several = any(len(before) > 1 for before, _ in case.steps)
+        return wrapper.strategy > 1 and case.ranks > 1 and several
+    return case.ranks == 1

@@ -139,6 +139,8 @@ def of_error(case: Case, error: BaseException) -> tuple[str, str]:
     if case.wrappers[0].kind == "torch" and not (ours and frames[-1] is ours[-1]):
         return "theirs", detail
     meant = bool(ours) and frames[-1] is ours[-1] and not isinstance(error, BUGS)
+    # What a collective says of its tensors is for a layer above, and no user calls one here.
+    meant &= not (isinstance(error, ValueError) and "/lamina/collectives/" in frames[-1].filename)
     return ("refused" if meant and len(head) >= 60 else "obscure"), detail
 
 

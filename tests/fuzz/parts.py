@@ -154,7 +154,7 @@ class Bag(nn.Module):
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(4, 2, bias=False, batch_first=True)
 
     def forward(self, x):
         x = x.view(-1, 2, 4)
@@ -164,7 +164,7 @@ class Attention(nn.Module):
 class Sdpa(nn.Module):
     def __init__(self):
         super().__init__()
-        self.qkv = nn.Linear(4, 12)
+        self.qkv = nn.Linear(4, 12, bias=False)  # of a key, its gradient is rounding alone
 
     def forward(self, x):
         q, k, v = self.qkv(x.view(-1, 2, 4)).chunk(3, -1)
@@ -174,7 +174,7 @@ class Sdpa(nn.Module):
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, bias=False, batch_first=True)
 
     def forward(self, x):
         return self.layer(x.view(-1, 2, 4)).reshape(-1, 8)

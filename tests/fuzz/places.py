@@ -403,7 +403,7 @@ def differences(
                 off = (other.double() - value.double()).norm().item()
                 size = moved[name].double().norm().item() + floor
                 # What rounding leaves of a parameter's own size is no difference.
-                rounding = 3e-7 * value.double().norm().item()
+                rounding = (1e-2 if narrow else 3e-7) * value.double().norm().item()
                 relative = max(0.0, off - rounding) / (size + 1e-6)
                 if not relative <= tolerance:  # NaN too
                     yield f"{label} is off by {relative:.2g} of its size"

@@ -42,7 +42,7 @@ BY_PROGRAM = frozenset(
     "use_distributed_optimizer sync_model_each_microbatch cast_forward_inputs "
     "buffer_dtype".split()
 )
-"""Arguments that a program gives by itself, or leaves alone: the model would have to go with them."""
+"""Arguments that a program gives by itself, or leaves alone: the model would have to fit them."""
 
 VALUES: dict[str, tuple[str, ...]] = {
     "reduction": ("'ordered'", "'native'", "'int8'", "'checked'"),

@@ -167,3 +167,13 @@ def test_parameters_it_would_sum_over_the_wrong_ranks_are_refused():
         described = Net()
     with pytest.raises(ValueError, match="meta"):
         TorchFullyShardedDataParallel(described, Config(), None)
+
+
+@pytest.mark.ranks(1, 2)
+def test_weights_of_other_strides_start_from_the_first_ranks_values(ranks):
+    model = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+    nn.init.constant_(model.weight, ranks.rank + 1.0)
+    mesh = ParallelLayout().build("cpu")
+    config = TorchFullyShardedDataParallelConfig()
+    wrapped = TorchFullyShardedDataParallel(model, config, mesh)
+    assert bool((full_parameters(wrapped)["weight"] == 1).all())

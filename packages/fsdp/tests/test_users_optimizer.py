@@ -259,3 +259,20 @@ def test_a_step_that_a_users_hook_refuses_is_not_made(make, strategy, ranks):
             each.zero_grad()
         for name, value in full_parameters(model).items():
             torch.testing.assert_close(value, plain.get_parameter(name).detach())
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["NAdam", "ASGD", "AdamW", "Rprop"])
+def test_state_that_was_never_stepped_leaves_a_first_step_as_it_is(name, ranks):
+    ends = []
+    for loads in (False, True):
+        model = build()
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+        model, optimizer = fully_shard(model, optimizer, zero_dp_strategy=1)
+        if loads:
+            optimizer.load_state_dict(optimizer.state_dict())
+        loss_of(model, 0, ranks.rank).backward()
+        optimizer.step()
+        ends.append(full_parameters(model))
+    for parameter, value in ends[0].items():
+        torch.testing.assert_close(ends[1][parameter], value, rtol=0, atol=1e-6, msg=parameter)

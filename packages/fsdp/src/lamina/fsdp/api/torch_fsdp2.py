@@ -317,4 +317,6 @@ def _take_first_ranks_values(module: nn.Module, mesh: DeviceMesh) -> None:
     for name in reversed(mesh.mesh_dim_names or ()):
         group = mesh_axis(mesh, name).group
         for parameter in module.parameters():
-            broadcast(parameter.detach(), group, src=0).wait()
+            sent = parameter.detach().contiguous()  # itself, unless it has other strides
+            broadcast(sent, group, src=0).wait()
+            parameter.detach().copy_(sent)

@@ -1,5 +1,6 @@
 """What `state_dict()` of a sharded model and its optimizer hold, for DCP or as plain tensors."""
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from lamina.buffers import ShardedTensor
 from lamina.buffers.engine import TensorPart
 from lamina.ddp.engine import ELEMENTWISE, local_of_state_call
-from lamina.fsdp.compat import tree_map_only
+from lamina.fsdp.compat import TorchDispatchMode, tree_map_only
 from lamina.fsdp.state.cut_regions import TensorRegions, regions_of
 
 __all__ = [
@@ -153,21 +154,35 @@ def _completed(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
 def _unstepped(
     optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
-    """State that the optimizer would make for a parameter, from one step of a tiny other one."""
+    """State that the optimizer would make for a parameter, as a tiny other one makes it."""
     tiny = nn.Parameter(torch.zeros(2, 2, dtype=parameter.dtype, device=parameter.device))
     tiny.grad = torch.zeros_like(tiny)
     settings = {key: value for key, value in group.items() if key != "params"}
     other = type(optimizer)([{**settings, "params": [tiny]}], **_constructor(optimizer))
-    other.step()
+    with contextlib.suppress(_Begun), _FirstWrite():
+        other.step()
     made: dict[str, Any] = {}
     for name, value in other.state[tiny].items():
         if isinstance(value, torch.Tensor) and value.shape == tiny.shape:
             made[name] = torch.full_like(parameter, value[0, 0].item(), dtype=value.dtype)
-        elif name == "step":
-            made[name] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
         else:
             made[name] = value
     return made
+
+
+class _Begun(Exception):  # noqa: N818
+    """A step has made its state, and begins to change it."""
+
+
+class _FirstWrite(TorchDispatchMode):
+    """Ends a step before it changes anything: counts and products (NAdam's) are as made."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket.__name__.endswith("_"):
+            raise _Begun
+        return func(*args, **(kwargs or {}))
 
 
 def _constructor(optimizer: Optimizer) -> dict[str, Any]:

@@ -35,7 +35,6 @@ RARE = (
     "torch.optim.LBFGS(groups, lr=0.1, max_iter=2)",
     "torch.optim.Adafactor(groups, lr=0.02)",
     "torch.optim.Muon([p for p in groups if p.ndim == 2], lr=0.02)",
-    "torch.optim.SparseAdam(groups)",
     "torch.optim.Rprop(groups, lr=0.01)",
 )
 """Some of them are refused, some look at whole tensors."""

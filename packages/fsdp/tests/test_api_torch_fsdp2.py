@@ -169,11 +169,9 @@ def test_parameters_it_would_sum_over_the_wrong_ranks_are_refused():
         TorchFullyShardedDataParallel(described, Config(), None)
 
 
-@pytest.mark.ranks(1, 2)
-def test_weights_of_other_strides_start_from_the_first_ranks_values(ranks):
+@pytest.mark.ranks(2)
+def test_weights_of_other_strides_are_refused_by_torch_and_not_by_a_broadcast(ranks):
     model = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
-    nn.init.constant_(model.weight, ranks.rank + 1.0)
     mesh = ParallelLayout().build("cpu")
-    config = TorchFullyShardedDataParallelConfig()
-    wrapped = TorchFullyShardedDataParallel(model, config, mesh)
-    assert bool((full_parameters(wrapped)["weight"] == 1).all())
+    with pytest.raises(NotImplementedError, match="non-contiguous parameters"):
+        TorchFullyShardedDataParallel(model, TorchFullyShardedDataParallelConfig(), mesh)

@@ -159,7 +159,7 @@ def _unstepped(
     tiny.grad = torch.zeros_like(tiny)
     settings = {key: value for key, value in group.items() if key != "params"}
     other = type(optimizer)([{**settings, "params": [tiny]}], **_constructor(optimizer))
-    with contextlib.suppress(_Begun), _FirstWrite():
+    with contextlib.suppress(_Begun), _FirstWrite():  # type: ignore[no-untyped-call]
         other.step()
     made: dict[str, Any] = {}
     for name, value in other.state[tiny].items():
@@ -174,7 +174,7 @@ class _Begun(Exception):  # noqa: N818
     """A step has made its state, and begins to change it."""
 
 
-class _FirstWrite(TorchDispatchMode):
+class _FirstWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Ends a step before it changes anything: counts and products (NAdam's) are as made."""
 
     def __torch_dispatch__(

@@ -185,7 +185,11 @@ def test_flags_of_produced_gradients_lie_on_the_host_and_one_rank_asks_nobody():
         SimpleNamespace(refs=[1] * len(flags), device="cuda", trained=_Flags(flags))
         for flags in ([True, False], [False])
     ]
-    group = object()
+
+    class Group:
+        group_desc = "a stand-in"
+
+    group = Group()
 
     prepared = []
 

@@ -101,7 +101,7 @@ WRONG = {
     "a number for yes and no": (lambda: fully_shard(OddNet(), check_order=1), "bool"),
     "a name in place of several": (
         lambda: fully_shard(OddNet(), fsdp_unit_modules="Block"),
-        r"Sequence\[type",
+        "no list: write",
     ),
     "a dtype of integers": (lambda: MixedPrecisionPolicy(param_dtype=torch.int8), "floating"),
     "a dtype by name": (lambda: MixedPrecisionPolicy(param_dtype="bf16"), "give dtype or None"),

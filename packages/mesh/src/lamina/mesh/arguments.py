@@ -75,6 +75,9 @@ def _check(what: str, value: Any, hint: Any, rules: Mapping[str, Any]) -> None:
     if not _fits(value, hint):
         counted = f", in {unit}" if unit else ""
         remedy = f"give {_spelled(hint)}{counted}"
+        if _fits([value], hint):
+            name = getattr(value, "__name__", repr(value))
+            raise TypeError(f"{what}{name}) is no list: write [{name}]")
         if type(value) in map(type, _choices(hint)):
             raise ValueError(f"{what}{value!r}) is no choice: {remedy}")
         raise TypeError(f"{what}{value!r}) is of type {type(value).__name__}: {remedy}")

@@ -221,6 +221,11 @@ class ShardingSettings:
     check_storage: bool = setting(False, gathered="whole weights that are released")
 
     def __post_init__(self) -> None:
+        if not isinstance(self.reshard_after_forward, bool | None):
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward!r}: True, False or None; for "
+                "some units, model.unit_of(block).set_reshard_after_forward(...) after fully_shard"
+            )
         check_fields(self)
         for one in fields(self):
             value, rules = getattr(self, one.name), one.metadata

@@ -151,5 +151,6 @@ def narrow(settings: dict[str, str]) -> bool:
     return (
         "bfloat16" in policy
         or settings.get("reduction") == "'int8'"
+        or "main_grads_dtype" in policy
         or any("bfloat16" in settings.get(name, "") for name in LOOSE)
     )

@@ -59,3 +59,14 @@ def test_lbfgs_beside_frozen_parameters_that_are_kept_in_fewer_bits(ranks):
 
     lbfgs.step(closure)
     assert not torch.equal(model[1].weight, before)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [torch.optim.Muon, torch.optim.Adafactor])
+def test_an_optimizer_of_whole_tensors_that_was_not_given_says_where_to_give_it(make, ranks):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8, bias=False)), device_mesh=mesh)
+    optimizer = make(model.parameters(), lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"Muon, Adafactor\).*fully_shard\(model, opt"):
+        optimizer.step()

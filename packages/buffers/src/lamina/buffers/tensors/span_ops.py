@@ -33,7 +33,7 @@ _INSTEAD = {
     "random": "a span's draws would differ from the whole tensor's, and ranks with one seed would "
     "repeat each other: initialise the whole tensor and copy_() it in, or use .to_local()",
     "matrix": "the other operand needs whole rows: use .full_tensor(), or let the unit gather its "
-    f"parameters (call the module). {_UNIT}",
+    f"parameters (call the module). {_UNIT}. {span_reductions.OPTIMIZER}",
     "index": "an index names elements that other ranks may hold: use .full_tensor()[...], or "
     f".to_local() with .start and .stop. {_UNIT}",
     "other": "use .full_tensor() for the whole (collective), or .to_local() for this rank's span",

@@ -18,8 +18,12 @@ import torch
 from lamina.buffers.compat import OpOverload
 from lamina.buffers.tensors.span_tensor import HandlerTable, ReduceOp, SpanSpec, SpanTensor
 
-__all__ = ["HANDLERS", "PNorm"]
+__all__ = ["HANDLERS", "OPTIMIZER", "PNorm"]
 
+OPTIMIZER = (
+    "An optimizer that looks at whole tensors (Muon, Adafactor) has to be given to the wrapper: "
+    "fully_shard(model, optimizer), or ShardedOptimizer with keep_tensors_whole=True"
+)
 HANDLERS = HandlerTable()
 aten = torch.ops.aten
 
@@ -58,7 +62,7 @@ def refuse_dims(func: OpOverload, tensor: SpanTensor, dim: Any, keep: bool) -> N
         raise NotImplementedError(
             f"{func} over dimensions {dims} (keepdim={keep}) of a ShardedTensor of shape "
             f"{list(tensor.shape)}: a span holds parts of rows. Reduce over all dimensions, or use "
-            ".full_tensor()"
+            f".full_tensor(). {OPTIMIZER}"
         )
 
 

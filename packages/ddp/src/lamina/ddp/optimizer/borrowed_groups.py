@@ -100,6 +100,8 @@ class BorrowedGroups(ABC):
 
     @torch.no_grad()
     def _begin(self, optimizer: Optimizer) -> None:
+        if self._held:  # somebody has wrapped the class's step, and torch calls hooks for both
+            return
         if not self.paused:
             for group in self._trained:
                 group.look_for_writes()

@@ -28,7 +28,8 @@ def setting(default: Any, *, least: float | None = None, unit: str = "", **rules
         default: its default value.
         least: the smallest value; None sets no limit.
         unit: what a number counts, such as "bytes"; for messages.
-        rules: further ones, in the field's metadata, for the dataclass to check by itself.
+        rules: further ones, in the field's metadata, for the dataclass to check by itself. Where
+            there is an `example` of a value, a message gives it in place of the types.
     """
     return field(default=default, metadata={"least": least, "unit": unit, **rules})
 
@@ -74,7 +75,7 @@ def _check(what: str, value: Any, hint: Any, rules: Mapping[str, Any]) -> None:
     unit, least = rules.get("unit", ""), rules.get("least")
     if not _fits(value, hint):
         counted = f", in {unit}" if unit else ""
-        remedy = f"give {_spelled(hint)}{counted}"
+        remedy = f"give {rules.get('example') or _spelled(hint)}{counted}"
         if _fits([value], hint):
             name = getattr(value, "__name__", repr(value))
             raise TypeError(f"{what}{name}) is no list: write [{name}]")

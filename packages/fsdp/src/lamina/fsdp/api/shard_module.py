@@ -132,7 +132,7 @@ def _typed(
 @check_arguments
 def shard_module(
     module: nn.Module | list[nn.Module],
-    mesh: ParallelMesh | DeviceMesh | None = None,
+    mesh: Any = None,  # what is given in its place is told below what it should be
     *,
     reshard_after_forward: bool | int | None = None,
     mp_policy: Any = None,

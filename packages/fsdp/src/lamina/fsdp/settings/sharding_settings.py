@@ -186,7 +186,9 @@ class ShardingSettings:
     enable_fine_grained_param_gather: bool = False
     disable_bucketing: bool = False
 
-    mixed_precision_policy: MixedPrecisionPolicy | TorchPolicy | None = None
+    mixed_precision_policy: MixedPrecisionPolicy | TorchPolicy | None = setting(  # noqa: RUF009  # a field
+        None, example="MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+    )
     offload_policy: OffloadPolicy | None = None
     reshard_after_forward: bool | None = setting(None, gathered="weights that are gathered")
     fsdp_double_buffer: bool = setting(False, gathered="the memory that units are gathered into")

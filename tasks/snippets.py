@@ -149,6 +149,7 @@ def run_ranks(block: Snippet) -> str:
     Raises:
         RuntimeError: if a rank fails in the last attempt, or none does in an earlier one.
     """
+    sys.stdout.flush()  # or each rank would print again what earlier blocks have left in the buffer
     for attempt in range(block.restarts + 1):
         with socket.create_server(("localhost", 0)) as free:
             port = free.getsockname()[1]

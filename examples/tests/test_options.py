@@ -214,7 +214,7 @@ def test_every_number_has_limits():
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_arithmetic(options, said):
-    config = load(options.split(), "cpu")
+    config = load(shlex.split(options), "cpu")
     with pytest.raises(ValueError, match=said):
         check(config, ranks=2) or model_shape(config, 256)
 
@@ -250,7 +250,7 @@ UNUSED = [
     ("health.limit", "--health.spike ignore --health.limit 5", "--health.spike ignore"),
     ("health.patience", "--health.spike stop --health.patience 5", "--health.spike stop"),
     ("data.pattern", "--data.pattern *.md", "--data.path stdlib"),
-    ("data.pattern", f"--data.path {__file__} --data.pattern *.md", "--data.path /"),
+    ("data.pattern", f"--data.path {shlex.quote(__file__)} --data.pattern *.md", "--data.path /"),
     ("log.trace", "--train.steps 5 --log.trace 20", "--train.steps 5"),
     ("train.engine", "--dry-run --train.engine torch_fsdp2", "--dry-run"),
 ]
@@ -258,7 +258,9 @@ UNUSED = [
 
 @pytest.mark.parametrize(("name", "options", "by"), UNUSED)
 def test_a_setting_that_another_switches_off_is_said_with_the_other(name, options, by):
-    (found,) = [each for each in unused(load(options.split(), "cpu"), "cpu") if each.name == name]
+    (found,) = [
+        each for each in unused(load(shlex.split(options), "cpu"), "cpu") if each.name == name
+    ]
     assert str(found).startswith(f"--{name.replace('_', '-')} does nothing: ")
     assert by in str(found)
 

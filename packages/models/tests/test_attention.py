@@ -200,7 +200,8 @@ def test_scores_depend_on_distance_only():
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_scaled_wavelengths_are_kept_stretched_or_between(kind):
-    scaling = RopeScaling(kind=kind, factor=8.0, original_length=1024)
+    length = {} if kind == "linear" else {"original_length": 1024}  # which it does not read
+    scaling = RopeScaling(kind=kind, factor=8.0, **length)
     config = replace(CONFIG, head_dim=64, rope_scaling=scaling)
     plain = replace(config, rope_scaling=None)
     # The angle at position 1 is the rate itself.
@@ -233,10 +234,10 @@ def test_a_block_that_wants_another_context_is_refused(change, message):
     model.blocks[1] = TransformerBlock(replace(CONFIG, **change))
     with pytest.raises(ValueError, match=message):
         model(TOKENS)
-    # Its own width of the MLP, and rotations that nothing uses, are nobody's business.
+    # Its own width of the MLP, and positions that no block adds, are nobody's business.
     plain = replace(CONFIG, num_layers=2, positions="learned")
     model = GPTModel(plain, seed=0)
-    for own in (replace(plain, ffn_size=8, rope_theta=1e6), replace(plain, positions="none")):
+    for own in (replace(plain, ffn_size=8), replace(plain, positions="none")):
         model.blocks[1] = TransformerBlock(own)
         model(TOKENS)
 

@@ -64,6 +64,18 @@ def test_a_program_that_polls_gets_an_end_and_is_recorded_as_one_that_waits():
     assert virtual_gpu.record().host_waits == {"polled cudaEventQuery": 1}
 
 
+def test_a_program_that_polls_two_events_in_turn_gets_their_ends():
+    events = []
+    for _ in range(2):
+        torch.cuda._sleep(10_000_000)
+        events.append(torch.cuda.Event())
+        events[-1].record()
+    for _ in range(1_000):
+        if all([event.query() for event in events]):
+            return
+    raise AssertionError("1,000 queries of two events, and they have not ended")
+
+
 def test_pinned_memory_is_copied_without_a_wait_and_pageable_memory_is_not():
     pinned, pageable = torch.ones(1 << 20, pin_memory=True), torch.ones(1 << 20)
     assert pinned.is_pinned()

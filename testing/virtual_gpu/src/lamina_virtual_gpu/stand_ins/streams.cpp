@@ -95,10 +95,12 @@ bool capture_forbids() {
 
 // ---- work
 
+static long given = 0;  // pieces of work that any stream was given
+
 double enqueue(Stream *handle, double seconds, Kernel *kernel) {
   LOCKED;
   Stream *stream = stream_of(handle);
-  stream->work++;
+  stream->work++, given++;
   if (stream->capture) {
     Capture &capture = *stream->capture;
     capture.before.push_back(stream->frontier);
@@ -119,18 +121,18 @@ double enqueue(Stream *handle, double seconds, Kernel *kernel) {
   return stream->time;
 }
 
-// Some programs poll. The host's clock stands still meanwhile, so a thread that has asked often, with no work given to any
-// stream in between, is taken to wait.
+// Some programs poll. The host's clock stands still meanwhile, so a thread that has asked often for one end, with no work given
+// to any stream in between, is taken to wait. It may ask for others in turn, as the watchdog of ProcessGroupNCCL does for all
+// collectives that have not ended.
 static bool still_running(double end, const char *what) {
   static thread_local double asked_for = -1;
-  static thread_local int asked = 0;
+  static thread_local long asked = 0, given_then = 0;
   if (end <= host_now()) return false;
-  asked = asked_for == end ? asked + 1 : 0;
-  asked_for = end;
-  if (asked < 100) return true;
+  if (asked_for <= host_now() || given_then != given) asked_for = end, asked = 0, given_then = given;
+  if (end == asked_for) asked++;
+  if (asked <= 100) return true;
   record().host_waits[what]++;
   host_waits_until(end);
-  asked = 0;
   return false;
 }
 

@@ -38,6 +38,9 @@ __all__ = [
     "unit_of",
 ]
 
+_FLAT = frozenset((torch.Tensor, nn.Parameter, type(None), bool, int, float, str))
+"""Types of what most modules take and give: there is nothing to look for inside."""
+
 _HOOKS = "_lamina_unit_hooks"
 _FINISHED = "_lamina_finished_engines"
 
@@ -86,11 +89,10 @@ class UnitHooks:
         self._inner = inner
         self.methods: list[str] = []
         """Names of the registered methods of the module."""
-        self._engine: Engine | None = None
         self._in_method = False
         """Inside a registered method: calls of `forward` from there find the unit gathered, and
         must not release it under the method's feet."""
-        self._loans: list[Loan] = []
+        self._loans: list[Loan | None] = []
         """Of calls that are going on, the innermost last: a module may call itself."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -104,28 +106,29 @@ class UnitHooks:
 
     def start(self, engine: Engine) -> None:
         """The unit is one of this engine's from now on."""
-        self._engine = engine
+        self.engine = engine
 
     @property
     def started(self) -> bool:
         """Whether the unit has an engine."""
-        return self._engine is not None
+        return "engine" in self.__dict__
 
-    @property
+    @functools.cached_property  # `start` stores the engine, and then this is called no more
     def engine(self) -> Engine:
         """The model's engine; RuntimeError if there is none yet."""
-        if self._engine is None:
-            raise RuntimeError(
-                f"{self.unit.module_class} was called before the sharded module around it: call "
-                "the outermost module, which knows all that shard_module was applied to"
-            )
-        return self._engine
+        raise RuntimeError(
+            f"{self.unit.module_class} was called before the sharded module around it: call the "
+            "outermost module, which knows all that shard_module was applied to"
+        )
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Gather, and mark the inputs that gradients will come back through."""
         if self._in_method:
             return None
-        self._loans.append(loan := Loan())
+        # Tensors and numbers are handed on as a new tuple. What holds tensors is the caller's, and
+        # only lent others.
+        given = (*args, *kwargs.values())
+        self._loans.append(loan := None if _FLAT.issuperset(map(type, given)) else Loan())
         engine, unit = self.engine, self.unit
         # A transform would take views of weights along that a release takes the memory from.
         if unit.gathered and function_transform() is not None:
@@ -143,21 +146,19 @@ class UnitHooks:
         # From here on modules hold the compute parameters: those that were DTensors become ones.
         if unit.dress is not None:
             unit.dress.show()
-        inputs = args, tuple(kwargs.values())
-        if dtype is not None:
-            inputs = _cast(inputs, dtype, loan)
-        if torch.is_grad_enabled():
-            inputs = _mark_inputs(engine, unit, inputs, loan)
-        loan.begin()
-        return inputs[0], dict(zip(kwargs, inputs[1], strict=True))
+        given = _mark_inputs(engine, unit, given, dtype, loan)
+        if loan is not None:
+            loan.begin()
+        return given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         """Watch for gradients of the outputs, and release."""
         if self._in_method:
             return None
         engine, unit = self.engine, self.unit
-        outputs = chain(tensors_in(output), self._loans[-1].written())
-        marked = torch.is_grad_enabled() and mark_outputs(engine, unit, self.member, outputs)
+        marked = torch.is_grad_enabled() and mark_outputs(
+            engine, unit, self.member, output, self._loans[-1]
+        )
         if marked and unit.calls.members > 1:  # each of them has a backward to wait for
             engine.expect_backward(unit, self.member)
         if unit.dress is not None:
@@ -167,8 +168,8 @@ class UnitHooks:
 
     def give_back(self, *_: Any) -> None:
         """The call is over, also if it raised: the caller's containers are the caller's again."""
-        if not self._in_method and self._loans:
-            self._loans.pop().end()
+        if not self._in_method and self._loans and (loan := self._loans.pop()) is not None:
+            loan.end()
 
     def call(self, module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method of the unit's module as if it was `forward`."""
@@ -322,44 +323,75 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     hooks.methods.append(name)
 
 
-def _mark_inputs(engine: Engine, unit: Unit, inputs: Any, loan: Loan) -> Any:
-    """The inputs, with those that need gradients passed through one node of the graph."""
-    found: dict[int, torch.Tensor] = {}
+def _mark_inputs(
+    engine: Engine,
+    unit: Unit,
+    given: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    loan: Loan | None,
+) -> tuple[Any, ...]:
+    """The inputs: floating ones cast to a dtype, and those that need gradients marked.
+
+    `loan` is None where they hold no tensors inside, see `_FLAT`.
+    """
+    tensors: dict[int, torch.Tensor] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.setdefault(id(tensor), tensor)
-        return tensor
+        return tensors.setdefault(id(tensor), tensor)
 
-    map_tensors(inputs, note, loan)
-    if not found:
-        return inputs  # the end of the backward closes this unit
-    # One node for all of them: its backward runs when the last of their gradients is there.
-    marked = _AfterBackward.apply(  # type: ignore[no-untyped-call]
-        engine, unit, unit.calls.expect(), *found.values()
-    )
-    replaced = dict(zip(found, marked, strict=True))
-    return map_tensors(inputs, lambda tensor: replaced.get(id(tensor), tensor), loan)
+    if loan is None:
+        tensors = {id(value): value for value in given if isinstance(value, torch.Tensor)}
+    else:
+        map_tensors(given, note, loan)
+    changed = {}
+    if dtype is not None:
+        changed = {key: t.to(dtype) for key, t in tensors.items() if t.is_floating_point()}
+    if torch.is_grad_enabled():
+        marked = {key: t for key, t in (tensors | changed).items() if t.requires_grad}
+        if marked:  # without any, the end of the backward closes this unit
+            # One node for all of them: its backward runs when the last of their gradients is there.
+            outputs = _AfterBackward.apply(  # type: ignore[no-untyped-call]
+                engine, unit, unit.calls.expect(), *marked.values()
+            )
+            changed.update(zip(marked, outputs, strict=True))
+    if not changed:
+        return given
+    if loan is None:
+        return tuple([changed.get(id(value), value) for value in given])
+    lent: tuple[Any, ...] = map_tensors(given, lambda t: changed.get(id(t), t), loan)
+    return lent
 
 
-def mark_outputs(engine: Engine, unit: Unit, member: int, outputs: Iterable[torch.Tensor]) -> bool:
-    """Whether there are outputs that gradients may come to, which announce them from now on."""
+def mark_outputs(
+    engine: Engine, unit: Unit, member: int, output: Any, loan: Loan | None = None
+) -> bool:
+    """Whether there are outputs that gradients may come to, which announce them from now on.
+
+    Tensors that the module has written into what it was given (`loan`) are outputs like those that
+    it returns.
+    """
     epochs = engine.epochs_of(unit)
 
     # Each output announces it: nobody knows which of them the loss depends on.
     def announce(_: torch.Tensor) -> None:
         engine.before_backward(unit, epochs, member)
 
+    outputs: Iterable[Any] = output if type(output) is tuple else (output,)
+    if not _FLAT.issuperset(map(type, outputs)):
+        outputs = tensors_in(output)
+    if loan is not None:
+        outputs = chain(outputs, loan.written())
     marked = False
     for tensor in outputs:
-        if tensor.grad_fn is not None:  # a hook on a leaf would stay for good
+        # A hook on a leaf would stay for good.
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(announce)  # type: ignore[no-untyped-call]
             marked = True
     return marked
 
 
-def _cast(tree: Any, dtype: torch.dtype, loan: Loan | None = None) -> Any:
-    return map_tensors(tree, lambda t: t.to(dtype) if torch.is_floating_point(t) else t, loan)
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(tree, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def finish_before_steps(optimizer: Optimizer, engine: Engine) -> None:

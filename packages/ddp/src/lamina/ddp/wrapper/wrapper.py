@@ -40,7 +40,6 @@ from lamina.ddp.parameters.facts import require_same_model
 from lamina.ddp.parameters.parameters import (
     collect_parameters,
 )
-from lamina.ddp.parameters.tensor_trees import tensors_in
 from lamina.ddp.wrapper.buckets import (
     BucketWaits,
     adopt_model_weights,
@@ -282,7 +281,7 @@ class DistributedDataParallel(_NamesInside, DataParallel):
             self._gathers.finish()
         output = self.module(*args, **kwargs)
         if training:
-            mark_outputs(engine, engine.root, 0, tensors_in(output))
+            mark_outputs(engine, engine.root, 0, output)
         engine.after_forward(engine.root)
         return output
 

@@ -120,10 +120,9 @@ def test_an_optimizer_that_would_train_nothing_is_refused(sharded, dtype, ranks)
         ShardedOptimizer(torch.optim.LBFGS(wrapped.parameters()), wrapped, mesh)
     x = batch(ranks.rank).to(dtype)
     wrapped(x).square().mean().backward()
-    plain.step()
-    plain.zero_grad()
-    with pytest.raises(RuntimeError, match=r"ShardedOptimizer\(optimizer, model, mesh\)"):
-        wrapped(x)
+    for act in (plain.step, lambda: wrapped(x)):  # a loop may step otherwise than by an Optimizer
+        with pytest.raises(RuntimeError, match=r"ShardedOptimizer\(optimizer, model, mesh\)"):
+            act()
     with torch.no_grad():
         wrapped(x)
     wrapped.zero_grad()
@@ -133,7 +132,7 @@ def test_an_optimizer_that_would_train_nothing_is_refused(sharded, dtype, ranks)
     wrapped(x)
     plain.add_param_group({"params": [wrapped.module.enter.weight]})
     for step in (optimizer.step, plain.step):
-        with pytest.raises(RuntimeError, match=r"add_param_group|was added to SGD after"):
+        with pytest.raises(RuntimeError, match=r"add_param_group|added to it afterwards"):
             step()
 
 

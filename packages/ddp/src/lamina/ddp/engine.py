@@ -9,7 +9,8 @@ from lamina.ddp.backward.gradient_hooks import (
 )
 from lamina.ddp.backward.reducer import BackwardEnd, BackwardListener, GradientReducer, Order
 from lamina.ddp.compat import local_of_state_call
-from lamina.ddp.execution.engine import Engine, Guards, Prefetcher
+from lamina.ddp.execution.engine import Engine, Prefetcher
+from lamina.ddp.execution.guards import BufferPolicy, Guards, ModuleBuffers, ModuleWatch
 from lamina.ddp.execution.hooks import (
     UnitHooks,
     attach_hooks,
@@ -17,10 +18,6 @@ from lamina.ddp.execution.hooks import (
     hooks_of,
     register_forward_method,
     unit_of,
-)
-from lamina.ddp.execution.module_buffers import (
-    BufferPolicy,
-    ModuleBuffers,
 )
 from lamina.ddp.execution.unit import UnavailableError, Unit
 from lamina.ddp.finalize.finalize import finalize_plain_gradients, warn_of_unfinished_steps
@@ -34,7 +31,6 @@ from lamina.ddp.group.group import (
     ParameterGroup,
     plan_layout,
 )
-from lamina.ddp.group.module_watch import ModuleWatch
 from lamina.ddp.group.weights import COMING, LIVE, Weights, WeightsState, WholeWeights
 from lamina.ddp.inspect.inspection import HasGroups, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -36,22 +35,11 @@ from lamina.collectives.engine import current_stream
 from lamina.ddp.backward.gradient_hooks import await_backward
 from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.compat import current_graph_task_id, graph_is_kept
-from lamina.ddp.execution.module_buffers import ModuleBuffers
+from lamina.ddp.execution.guards import Guards
 from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.group.module_watch import ModuleWatch
 
-__all__ = ["Engine", "GatherBudget", "Guards", "Prefetcher", "SharedSlots", "UnitOrder"]
-
-
-class UnitOrder(Protocol):
-    """Compares over ranks which units run."""
-
-    def gather(self, unit: Unit, ran: Sequence[Unit], *, backward: bool) -> None:
-        """A unit is about to be gathered, after these have begun to run."""
-
-    def end(self, ran: Sequence[Unit], *, backward: bool) -> None:
-        """A forward or backward of these units has ended."""
+__all__ = ["Engine", "GatherBudget", "Prefetcher", "SharedSlots"]
 
 
 class SharedSlots(Protocol):
@@ -224,23 +212,6 @@ class Prefetcher:
         self._begun = 0
 
 
-@dataclass(frozen=True)
-class Guards:
-    """What looks after a model beside its computing.
-
-    Attributes:
-        watch: looks for parameters that modules hold since, before each forward of training.
-        module_buffers: brings buffers together before forwards.
-        order: compares over ranks which units run.
-        reads: makes what is entered around a forward: it watches over reads of released weights.
-    """
-
-    watch: ModuleWatch | None = None
-    module_buffers: ModuleBuffers | None = None
-    order: UnitOrder | None = None
-    reads: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
 class _Graphs:
     """Graphs whose backward is still to come, or that were kept for another one.
 
@@ -289,11 +260,6 @@ class Optimizers:
         self._groups = groups
         self._known: set[int] = set()  # `id`s of main parameters that one of them holds
         self._untold = groups  # groups whose main weights somebody may write without telling
-
-    @property
-    def are_known(self) -> bool:
-        """Whether there is one that tells, or nothing to tell of."""
-        return bool(self._known) or not self._untold
 
     def follow(self, optimizer: Optimizer) -> None:
         """An optimizer will tell when it wrote the main weights it holds now."""
@@ -380,7 +346,7 @@ class Engine:
         if self.reducer.in_backward:
             return
         if guards.watch is not None and torch.is_grad_enabled():
-            guards.watch.look(root, optimizer_known=self.optimizers.are_known)
+            guards.watch.look(root)
         if guards.module_buffers is not None:
             guards.module_buffers.before_forward(root)
 

@@ -39,7 +39,6 @@ class BorrowedGroups(ABC):
         """Steps are made for their state alone: gradients are read from `.grad`, nobody is told."""
         self._agreement = OptimizerAgreement(optimizer)
         self._trained: list[ParameterGroup] = []
-        self._computes: dict[int, str] = {}  # names of parameters whose main ones are others
         self._after_step: list[Callable[[], None]] = []
         self._held: list[list[nn.Parameter]] = []
         self._zero_grad: Any = None
@@ -56,12 +55,6 @@ class BorrowedGroups(ABC):
             group.look_for_writes()  # nobody was to tell of those before
             group.optimizers.append(self._agreement)
         self._trained += [group for group in given if group.requires_grad]
-        self._computes.update(
-            (id(ref.parameter), ref.name)
-            for group in given
-            for ref, main in zip(group.refs, group.main_parameters, strict=True)
-            if main is not ref.parameter
-        )
 
     def restore(self, optimizer: Optimizer) -> None:
         """Put the user's parameters back after a step that raised; do nothing after any other."""
@@ -80,7 +73,6 @@ class BorrowedGroups(ABC):
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.restore(optimizer)
-        self._refuse_compute_parameters(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None and not type(optimizer).__module__.startswith("torch.optim."):
             self._begin(optimizer)  # its step may take no closure
@@ -118,18 +110,6 @@ class BorrowedGroups(ABC):
             self._agreement.steps += 1
             for tell in self._after_step:
                 tell()
-
-    def _refuse_compute_parameters(self, optimizer: Optimizer) -> None:
-        """A parameter that has a main one apart never has a gradient: a step would skip it."""
-        for settings in optimizer.param_groups:
-            held = list(map(id, settings["params"]))
-            if not self._computes.keys().isdisjoint(held):
-                name = next(self._computes[one] for one in held if one in self._computes)
-                raise RuntimeError(
-                    f"{name} was added to {type(optimizer).__name__} after the "
-                    "model was wrapped, and its gradient is on a main parameter, so no step would "
-                    "change it: give the optimizer all parameters first"
-                )
 
     def _borrow(self, optimizer: Optimizer) -> None:
         """Remember the user's parameters; groups may hold others until `_release`."""

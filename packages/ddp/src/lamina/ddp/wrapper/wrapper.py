@@ -18,14 +18,13 @@ from lamina.collectives.engine import RegisteredPool, broadcast
 from lamina.ddp.backward.gradient_hooks import refuse_wrapped
 from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.compat import local_of_state_call
-from lamina.ddp.execution.engine import Engine, Guards, Prefetcher
+from lamina.ddp.execution.engine import Engine, Prefetcher
+from lamina.ddp.execution.guards import Guards, ModuleBuffers, ModuleWatch
 from lamina.ddp.execution.hooks import mark_outputs
-from lamina.ddp.execution.module_buffers import ModuleBuffers
 from lamina.ddp.execution.unit import Unit
 from lamina.ddp.gradients.reduction import resolve_reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.group.group import GroupSettings, ParameterGroup, refuse_changed
-from lamina.ddp.group.module_watch import ModuleWatch
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.optimizer.sharded_optimizer import ShardedOptimizer
 from lamina.ddp.parameters.axes import (
@@ -256,7 +255,12 @@ class DistributedDataParallel(_NamesInside, DataParallel):
             reducer,
             self._gathers,
             guards=Guards(
-                watch=ModuleWatch(self._groups, "DistributedDataParallel", left_alone),
+                watch=ModuleWatch(
+                    self._groups,
+                    "DistributedDataParallel",
+                    "Wrap one over model.parameters() in ShardedOptimizer(optimizer, model, mesh)",
+                    left_alone,
+                ),
                 module_buffers=buffers if buffers.per_forward else None,
             ),
         )

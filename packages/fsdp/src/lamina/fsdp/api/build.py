@@ -160,7 +160,13 @@ def start_engine(
         Prefetcher(units, ahead=ahead, budget=settings.gather_budget),
         slots=slots if settings.fsdp_double_buffer else None,
         guards=Guards(
-            watch=ModuleWatch((g for unit in units for g in unit.groups), wrapper, left_alone),
+            watch=ModuleWatch(
+                (group for unit in units for group in unit.groups),
+                wrapper,
+                "Give it to fully_shard(model, optimizer) or fully_shard_optimizer(optimizer, "
+                "model), or make it over model.parameters() before the first forward",
+                left_alone,
+            ),
             module_buffers=buffers if buffers.per_forward else None,
             order=check,
             reads=StorageCheck(pool).watching if settings.check_storage else nullcontext,

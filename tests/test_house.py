@@ -388,7 +388,7 @@ EXCEPTIONS: dict[str, list[str]] = {
         "ddp/finalize/finalize.py: part.step_watched",
         "ddp/gradients/group_gradients.py: self._sum.finds_squares",
         "ddp/gradients/group_gradients.py: self._sum.squares",
-        "ddp/optimizer/borrowed_groups.py: self._agreement.steps",
+        "ddp/optimizer/flat_step.py: self._agreement.steps",
         "ddp/optimizer/flat_step.py: run.left",
         "ddp/optimizer/flat_step.py: run.spread",
         "ddp/optimizer/flat_step.py: run.wrote_weights",

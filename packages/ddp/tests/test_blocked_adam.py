@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lamina.ddp.optimizer import run_kernels
-from lamina.ddp.optimizer.run_kernels import blocked_adam
+from lamina.ddp.optimizer import flat_step
+from lamina.ddp.optimizer.flat_step import blocked_adam
 
 
 @pytest.mark.parametrize("foreach", [None, True])
@@ -17,7 +17,7 @@ from lamina.ddp.optimizer.run_kernels import blocked_adam
     ],
 )
 def test_blocks_give_the_bits_of_the_whole(kind, more, foreach, monkeypatch):
-    monkeypatch.setattr(run_kernels, "BLOCK", 100)
+    monkeypatch.setattr(flat_step, "BLOCK", 100)
     torch.manual_seed(0)
     whole = torch.nn.Parameter(torch.randn(1037))
     mine = torch.nn.Parameter(whole.detach().clone())

@@ -53,7 +53,7 @@ from torch import nn
 from lamina.ddp import (
     DistributedDataParallel, DistributedDataParallelConfig, ShardedOptimizer, full_parameters,
 )
-from lamina.ddp.optimizer.run_kernels import KERNELS, RunKernel, one_pass_adam
+from lamina.ddp.optimizer.flat_step import KERNELS, RunKernel, one_pass_adam
 from lamina.mesh import ParallelLayout, init_distributed
 
 calls = []

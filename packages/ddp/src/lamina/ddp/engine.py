@@ -40,12 +40,13 @@ from lamina.ddp.optimizer.adopt_parameters import (
     refuse_optimizer,
     require_same_optimizer,
 )
-from lamina.ddp.optimizer.flat_step import ELEMENTWISE, step_over_groups
+from lamina.ddp.optimizer.flat_step import ELEMENTWISE
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
 from lamina.ddp.optimizer.whole_step import (
     needs_whole_tensors,
     refuse_cut_tensors,
     show_decoupled,
+    step_over_groups,
 )
 from lamina.ddp.parameters.axes import (
     DataParallelAxes,

@@ -164,7 +164,7 @@ def _refuse_in_steps(watch: ModuleWatch) -> None:
             known.refuse(optimizer)
 
     handle = register_optimizer_step_pre_hook(before_step)
-    weakref.finalize(watch, handle.remove).atexit = False
+    weakref.finalize(watch, handle.remove)
 
 
 class ModuleBuffers:

@@ -2,8 +2,23 @@
 
 Elementwise optimizers give the same bits whether they see a parameter or a run of neighbouring
 parameters, so a step needs as many kernels as there are runs, not parameters. The optimizer
-object stays the user's: for the time of a step its groups hold runs, before and after it they
-hold the parameters, with state per parameter that is a view of the same flat memory.
+object stays the user's: for the time of a step its groups hold runs (`BorrowedGroups`), before and
+after it they hold the parameters, with state per parameter that is a view of the same flat memory
+(`FlatStep`). Where a kernel of ours does a step in fewer passes over memory, it steps the run in
+place of the optimizer (`KERNELS`).
+
+Note [Steps that raise]
+torch calls a step's post-hooks only where the step returns. A step that raised (memory ran out
+while it made its state, say) leaves the borrowed parameters in the groups. So whatever comes next
+puts the user's parameters back first: another step, `state_dict`, `load_state_dict` or `zero_grad`.
+The optimizer has no hook for `zero_grad`, which would leave the user's gradients to be added to.
+While its groups are borrowed, the optimizer object has a `zero_grad` of its own.
+
+Note [Hooks of the user]
+A user's pre-hook comes after ours, as it is registered later. It reads and changes the user's
+parameters, and it may raise, after which nothing may have been stepped. So the groups are lent
+within the step, when all pre-hooks are done: torch's optimizers call the closure first of all, and
+are given one.
 
 Note [Plans of runs]
 A run ends where parameter groups, the parameters that have gradients, or step counts differ. To
@@ -16,23 +31,35 @@ new plan from the parameters' state. Hyperparameters are no part of a plan: ever
 See docs/decisions/0410.
 """
 
-import operator
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from operator import is_, methodcaller
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.adam import adam
 
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.group.shown import local_of
 from lamina.ddp.optimizer.adopt_parameters import locate_main_parameters
-from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups
-from lamina.ddp.optimizer.run_kernels import KERNELS
-from lamina.ddp.optimizer.whole_step import WholeStep
+from lamina.ddp.parameters.facts import OptimizerAgreement
 
-__all__ = ["COUNTERS", "ELEMENTWISE", "MOMENTS", "FlatStep", "step_over_groups", "unshare_counts"]
+__all__ = [
+    "BLOCK",
+    "COUNTERS",
+    "ELEMENTWISE",
+    "KERNELS",
+    "MOMENTS",
+    "BorrowedGroups",
+    "FlatStep",
+    "RunKernel",
+    "blocked_adam",
+    "one_pass_adam",
+    "unshare_counts",
+]
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     getattr(torch.optim, name)
@@ -43,36 +70,115 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """State of those optimizers that is one number per parameter; all else is one per element."""
 
+BLOCK = 1 << 18
+"""Elements: 1 MiB of each of six tensors; temporaries below malloc's own threshold for `mmap`."""
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_BORROWED = "_lamina_borrowed_groups"
+_ZERO_GRAD = "zero_grad"
 _NO_STATE: Mapping[str, Any] = {}
 
 
-def step_over_groups(
-    optimizer: Optimizer, groups: Iterable[ParameterGroup], after_step: Callable[[], None]
-) -> BorrowedGroups:
-    """Make an optimizer step over what lies flat, or whole, and not over sharded parameters.
+class BorrowedGroups(ABC):
+    """Hooks of an optimizer that put other parameters into its groups while it steps."""
 
-    Elementwise optimizers step over flat runs (`FlatStep`). Others step over whole tensors where
-    these are whole on one rank, and else over parameters as they are (`WholeStep`). An optimizer
-    that steps over other modules' groups already steps over these as well.
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.paused = False
+        """Steps are made for their state alone: gradients are read from `.grad`, nobody is told."""
+        self._agreement = OptimizerAgreement(optimizer)
+        self._trained: list[ParameterGroup] = []
+        self._after_step: list[Callable[[], None]] = []
+        self._users: list[list[nn.Parameter]] = []  # parameters, while the groups hold others
+        self._zero_grad: Any = None
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+        optimizer.register_state_dict_pre_hook(self.restore)
+        optimizer.register_load_state_dict_pre_hook(lambda own, _: self.restore(own))
 
-    `after_step` is called when a step is done. ValueError refuses moments in a dtype of their own
-    for another optimizer than Adam and AdamW.
-    """
-    groups = list(groups)
-    for group in groups:
-        if group.dtypes.moments is not None and type(optimizer) not in (Adam, AdamW):
-            raise ValueError(
-                f"moments_dtype={group.dtypes.moments} is for torch.optim.Adam and AdamW, and "
-                f"{group.refs[0].name} has {type(optimizer).__name__}: leave it out"
-            )
-    borrowed: BorrowedGroups | None = optimizer.__dict__.get(_BORROWED)
-    if borrowed is None:
-        make = FlatStep if type(optimizer) in ELEMENTWISE else WholeStep
-        borrowed = optimizer.__dict__[_BORROWED] = make(optimizer)
-    borrowed.add(groups, after_step)
-    return borrowed
+    def add(self, groups: Iterable[ParameterGroup], after_step: Callable[[], None]) -> None:
+        """Step over these groups as well, and call `after_step` after each step."""
+        self._after_step.append(after_step)
+        for group in groups:
+            group.look_for_writes()  # nobody was to tell of those before
+            group.optimizers.append(self._agreement)
+            if group.requires_grad:
+                self._trained.append(group)
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Put the user's parameters back after a step that raised; do nothing after any other."""
+        if self._users:
+            self._take_back(optimizer, stepped=False)
+
+    @abstractmethod
+    def _lend(
+        self, number: int, settings: dict[str, Any], optimizer: Optimizer
+    ) -> list[nn.Parameter]:
+        """What one of the groups holds for a step in place of the user's; gradients are there."""
+
+    @abstractmethod
+    def _collect(self, optimizer: Optimizer, *, stepped: bool) -> None:
+        """Take the state that the step has left (not all of it, if it raised)."""
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.restore(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None and not type(optimizer).__module__.startswith("torch.optim."):
+            self._begin(optimizer)  # its step may take no closure
+            return None
+
+        def first() -> Any:
+            # The closure computes the gradients, and may zero those there were: both concern the
+            # user's parameters.
+            self.restore(optimizer)
+            loss = None if closure is None else closure()
+            self._begin(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], first, *args[2:]), kwargs  # args[0] is the optimizer itself
+        return args, {**kwargs, "closure": first}
+
+    @torch.no_grad()
+    def _begin(self, optimizer: Optimizer) -> None:
+        if self._users:  # somebody has wrapped the class's step, and torch calls hooks for both
+            return
+        if not self.paused:
+            for group in self._trained:
+                group.look_for_writes()
+                group.shown.refuse_unsummed(f"{type(optimizer).__name__}.step()")
+                if group.writes.addresses:
+                    group.refuse_assigned()
+        self._users = [list(settings["params"]) for settings in optimizer.param_groups]
+        self._zero_grad = optimizer.__dict__.get(_ZERO_GRAD)
+        reference = weakref.ref(optimizer)
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:  # see Note [Steps that raise]
+            if (own := reference()) is not None:
+                self.restore(own)
+                own.zero_grad(*args, **kwargs)
+
+        optimizer.__dict__[_ZERO_GRAD] = zero_grad
+        for number, settings in enumerate(optimizer.param_groups):
+            settings["params"] = self._lend(number, settings, optimizer)
+
+    def _take_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
+        users, self._users = self._users, []
+        for settings, parameters in zip(optimizer.param_groups, users, strict=False):
+            settings["params"] = parameters
+        optimizer.__dict__.pop(_ZERO_GRAD, None)
+        if self._zero_grad is not None:
+            optimizer.__dict__[_ZERO_GRAD] = self._zero_grad
+        self._collect(optimizer, stepped=stepped)
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._take_back(optimizer, stepped=True)
+        if not self.paused:
+            for group in self._trained:
+                group.writes.forget()
+            self._agreement.steps += 1
+            for tell in self._after_step:
+                tell()
 
 
 class _Run:
@@ -98,22 +204,40 @@ class _Run:
         self._main_grads = group.trained.main
         self._offset = group.main_weights.range[0] - self._main_grads.range[0]
 
-    def show_gradient(self) -> None:
-        # Sliced at every step: the memory of main grads may be given back in between.
-        start, stop = self._offset + self.start, self._offset + self.stop
-        self.parameter.grad = self._main_grads.data[start:stop].to(self.parameter.dtype)
-
     def is_current(self, states: Mapping[Any, Any]) -> bool:
         """Whether the main parameters' state is what the last step of this run has left."""
         for main, left in zip(self.mains, self.left, strict=True):
             state = states.get(main, _NO_STATE)
-            if len(state) != len(left) or not all(map(operator.is_, state.values(), left)):
+            if len(state) != len(left) or not all(map(is_, state.values(), left)):
                 return False
         return True
 
+    def step(self, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
+        """Step it with a kernel, if one does it; otherwise leave it ready for the optimizer."""
+        # Sliced at every step: the memory of main grads may be given back in between.
+        start, stop = self._offset + self.start, self._offset + self.stop
+        self.parameter.grad = self._main_grads.data[start:stop].to(self.parameter.dtype)
+        kernel, weights = KERNELS.get(self.parameter.device.type), None
+        if kernel is not None and kernel.writes_weights:
+            whole = self.group.weights.main_slice
+            weights = None if whole is None else whole[self.start : self.stop]
+        done = kernel is not None and kernel.step(
+            optimizer, settings, self.parameter, self.state, weights
+        )
+        self.wrote_weights = done and weights is not None
+        if not done:
+            if self.group.dtypes.moments is not None:
+                raise RuntimeError(
+                    f"moments_dtype={self.group.dtypes.moments} is for Adam and AdamW with "
+                    "hyperparameters that are numbers, without amsgrad, capturable and "
+                    f"differentiable: change the settings of {type(optimizer).__name__}, or leave "
+                    "moments_dtype out"
+                )
+            optimizer.state[self.parameter] = self.state
+        return done
 
-@dataclass(frozen=True)
-class _Plan:
+
+class _Plan(NamedTuple):
     """How the parameters of one of the optimizer's groups are stepped. See Note [Plans of runs].
 
     `key` are `id`s of the parameters that have gradients, in order. `runs` lie in groups of a
@@ -123,10 +247,6 @@ class _Plan:
     key: list[int]
     runs: list[_Run]
     others: list[nn.Parameter]
-
-    def is_current(self, key: list[int], states: Mapping[Any, Any]) -> bool:
-        """Whether a step over parameters with this key, and this state, is one over these runs."""
-        return self.key == key and all(run.is_current(states) for run in self.runs)
 
 
 class FlatStep(BorrowedGroups):
@@ -147,24 +267,20 @@ class FlatStep(BorrowedGroups):
         self._located = locate_main_parameters(self._trained)
         self._plans.clear()
 
-    def _lend(self, optimizer: Optimizer) -> None:
+    def _lend(
+        self, number: int, settings: dict[str, Any], optimizer: Optimizer
+    ) -> list[nn.Parameter]:
         if self.paused:
             unshare_counts(optimizer)
-            return
-        self._borrow(optimizer)
-        for number, settings in enumerate(optimizer.param_groups):
-            plan = self._plan(number, settings["params"], optimizer)
-            self._runs += plan.runs
-            for run in plan.runs:
-                if run.group.dtypes.moments is not None and not run.state:
-                    self._begin_state(run, run.group.dtypes.moments, settings)
-            left = [
-                run.parameter for run in plan.runs if not _step_at_once(run, optimizer, settings)
-            ]
-            settings["params"] = left + plan.others
+            return list(settings["params"])
+        plan = self._plan(number, settings["params"], optimizer)
+        self._runs += plan.runs
+        for run in plan.runs:
+            if run.group.dtypes.moments is not None and not run.state:
+                self._begin_state(run, run.group.dtypes.moments, settings)
+        return [r.parameter for r in plan.runs if not r.step(optimizer, settings)] + plan.others
 
-    def _take_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
-        self._release(optimizer)
+    def _collect(self, optimizer: Optimizer, *, stepped: bool) -> None:
         runs, self._runs = self._runs, []
         plans, self._plans = self._plans, {}
         try:
@@ -191,9 +307,9 @@ class FlatStep(BorrowedGroups):
         """Cut the parameters that have gradients into runs; the last step's, if they still hold."""
         stepped = [parameter for parameter in parameters if parameter.grad is not None]
         key = list(map(id, stepped))
-        plan = self._plans.get(number)
-        if plan is None or not plan.is_current(key, optimizer.state):
-            ours = [self._located[one] for one in key if one in self._located]
+        plan, is_current = self._plans.get(number), methodcaller("is_current", optimizer.state)
+        if plan is None or plan.key != key or not all(map(is_current, plan.runs)):
+            ours = [self._located[i] for i in key if i in self._located]
             others = [p for p in stepped if id(p) not in self._located]
             plan = self._plans[number] = _Plan(key, self._cut_runs(ours, optimizer), others)
         return plan
@@ -258,7 +374,7 @@ class FlatStep(BorrowedGroups):
     def _spread_state(self, run: _Run, optimizer: Optimizer) -> None:
         """Give every main parameter its part of the run's state, where it has not got that yet."""
         values = run.state.values()
-        if len(values) == len(run.spread) and all(map(operator.is_, values, run.spread)):
+        if len(values) == len(run.spread) and all(map(is_, values, run.spread)):
             return
         # All memory first: a parameter must never be left with a part of its state.
         flats = {
@@ -293,28 +409,6 @@ class FlatStep(BorrowedGroups):
         return self._flat[key]
 
 
-def _step_at_once(run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
-    """Step a run with a kernel, if one does it; otherwise leave it ready for the optimizer."""
-    run.show_gradient()
-    kernel, weights = KERNELS.get(run.parameter.device.type), None
-    if kernel is not None and kernel.writes_weights:
-        whole = run.group.weights.main_slice
-        weights = None if whole is None else whole[run.start : run.stop]
-    done = kernel is not None and kernel.step(
-        optimizer, settings, run.parameter, run.state, weights
-    )
-    run.wrote_weights = done and weights is not None
-    if not done and run.group.dtypes.moments is not None:
-        raise RuntimeError(
-            f"moments_dtype={run.group.dtypes.moments} is for Adam and AdamW with hyperparameters "
-            "that are numbers, without amsgrad, capturable and differentiable: change the settings "
-            f"of {type(optimizer).__name__}, or leave moments_dtype out"
-        )
-    if not done:
-        optimizer.state[run.parameter] = run.state
-    return done
-
-
 def unshare_counts(optimizer: Optimizer) -> None:
     """Give each parameter counters of its own, which those of one run share.
 
@@ -338,3 +432,150 @@ def _same_history(group: ParameterGroup, first: int, second: int, optimizer: Opt
         return False
     steps = one.get("step"), other.get("step")
     return steps[0] is steps[1] or bool(steps[0] == steps[1])
+
+
+# -- kernels that step a run at once. Each is a function of an optimizer, the settings of one of its
+# groups, a run with its gradient, the run's state and the module's weights. It steps the run in
+# place and returns True; or it leaves all as it was, and returns False, where the optimizer's own
+# step would do something else.
+
+
+def blocked_adam(
+    optimizer: Optimizer,
+    settings: Mapping[str, Any],
+    run: nn.Parameter,
+    state: Mapping[str, Any],
+    weights: torch.Tensor | None = None,
+) -> bool:
+    """Adam and AdamW in blocks: unfused on a CPU, and wherever moments are kept in few bits.
+
+    On a CPU the blocks stay in cache (decision 0406).
+    Torch reads and writes whole tensors a dozen times and makes temporaries of their size, whose
+    fresh pages cost as much as the arithmetic. Its own function over blocks gives the same bits in
+    a third of the time, since the update of an element reads that element only. Moments of fewer
+    bits (decision 0425) are widened for a block and rounded after it, so no whole ones exist.
+    """
+    if not _knows(optimizer, settings, state) or settings["differentiable"]:
+        return False
+    if settings["fused"] and not _is_narrow(run, state):
+        return False
+    beta1, beta2 = settings["betas"]
+    size = BLOCK if run.device.type == "cpu" else BLOCK << 6
+    counted = state["step"] + 1
+    with torch.no_grad():
+        for start in range(0, run.numel(), size):
+            block = slice(start, start + size)
+            kept = state["exp_avg"][block], state["exp_avg_sq"][block]
+            wide = kept[0].to(run.dtype), kept[1].to(run.dtype)  # the same where the dtype is that
+            counted = state["step"].clone()  # counted up by each call
+            adam(
+                [run.data[block]],
+                [run.grad[block]],  # type: ignore[index]
+                [wide[0]],
+                [wide[1]],
+                [],
+                [counted],
+                foreach=settings["foreach"],
+                fused=settings["fused"],
+                grad_scale=getattr(optimizer, "grad_scale", None),
+                found_inf=getattr(optimizer, "found_inf", None),
+                decoupled_weight_decay=settings["decoupled_weight_decay"],
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=settings["lr"],
+                weight_decay=settings["weight_decay"],
+                eps=settings["eps"],
+                maximize=settings["maximize"],
+            )
+            for moment, values in zip(kept, wide, strict=True):
+                if moment is not values:
+                    moment.copy_(values)
+            if weights is not None:
+                weights[block].copy_(run.data[block])
+        state["step"].copy_(counted)
+    return True
+
+
+def one_pass_adam(
+    optimizer: Optimizer,
+    settings: Mapping[str, Any],
+    run: nn.Parameter,
+    state: Mapping[str, Any],
+    weights: torch.Tensor | None,
+) -> bool:
+    """Fused Adam and AdamW on CUDA: one Triton kernel updates and casts, within 1e-6 of torch's.
+
+    Main weights that share the module's weights have nothing to cast. Those are left to torch, as
+    are gradients that a scaler left scaled. Moments of fewer bits are stepped in blocks.
+    """
+    if _is_narrow(run, state):
+        return blocked_adam(optimizer, settings, run, state, weights)
+    if (
+        not _knows(optimizer, settings, state)
+        or not settings["fused"]
+        or weights is None
+        or run.dtype != torch.float32
+        or min(settings["betas"]) <= 0
+        or getattr(optimizer, "grad_scale", None) is not None
+        or getattr(optimizer, "found_inf", None) is not None
+    ):
+        return False
+    try:
+        from lamina.ddp.optimizer.adamw_cuda import fused_adamw
+    except ImportError:  # without Triton, which CUDA builds of torch bring along
+        return False
+    state["step"].add_(1)
+    fused_adamw(
+        run.data,
+        run.grad,  # type: ignore[arg-type]
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        weights,
+        state["step"].to(run.device),
+        lr=settings["lr"],
+        betas=settings["betas"],
+        eps=settings["eps"],
+        weight_decay=settings["weight_decay"],
+        maximize=settings["maximize"],
+        decoupled=settings["decoupled_weight_decay"],
+    )
+    return True
+
+
+class RunKernel(NamedTuple):
+    """What steps the runs on one type of device.
+
+    One that `writes_weights` writes the weights of the module too, so that nobody copies them.
+    """
+
+    step: Callable[..., bool]
+    writes_weights: bool
+
+
+KERNELS: dict[str, RunKernel] = {
+    "cpu": RunKernel(blocked_adam, writes_weights=False),
+    "cuda": RunKernel(one_pass_adam, writes_weights=True),
+}
+"""By type of device."""
+
+
+def _knows(optimizer: Optimizer, settings: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether this is Adam or AdamW in a step that kernels can do.
+
+    The first step, which makes the state, is torch's; so are amsgrad, tensors as hyperparameters
+    and captured steps.
+    """
+    return (
+        type(optimizer) in (Adam, AdamW)
+        and state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        and isinstance(settings["lr"], float)
+        and isinstance(settings["betas"][0], float)
+        and isinstance(settings["betas"][1], float)
+        and not (settings["amsgrad"] or settings["capturable"])
+    )
+
+
+def _is_narrow(run: nn.Parameter, state: Mapping[str, Any]) -> bool:
+    """Whether moments are kept in another dtype than the one that steps are made in."""
+    return getattr(state.get("exp_avg"), "dtype", run.dtype) != run.dtype

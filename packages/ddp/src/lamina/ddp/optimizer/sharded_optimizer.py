@@ -24,11 +24,10 @@ from lamina.ddp.optimizer.flat_step import (
     COUNTERS,
     ELEMENTWISE,
     MOMENTS,
-    step_over_groups,
     unshare_counts,
 )
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
-from lamina.ddp.optimizer.whole_step import refuse_cut_tensors
+from lamina.ddp.optimizer.whole_step import refuse_cut_tensors, step_over_groups
 from lamina.mesh import ParallelMesh
 
 __all__ = ["ShardedOptimizer", "match_groups"]

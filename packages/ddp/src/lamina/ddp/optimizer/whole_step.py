@@ -1,4 +1,4 @@
-"""A step over whole tensors, for optimizers that look at more than one element at a time.
+"""How an optimizer steps over groups: over whole tensors, if it looks at several elements at once.
 
 Where the layout cuts no tensor, each lies whole on one rank. That rank steps a plain parameter
 over it; the others have nothing to do. State stays under the main parameter, on the owner.
@@ -10,20 +10,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from lamina.buffers import ShardedTensor
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups
+from lamina.ddp.optimizer.flat_step import ELEMENTWISE, BorrowedGroups, FlatStep
 
 __all__ = [
     "WholeStep",
     "needs_whole_tensors",
     "refuse_cut_tensors",
     "show_decoupled",
-    "shows_decoupled",
+    "step_over_groups",
 ]
 
+_BORROWED = "_lamina_borrowed_groups"
 _WHOLE: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
 """Torch's optimizers whose update of an element reads others of its tensor."""
 
@@ -51,6 +52,33 @@ def refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup], r
                 )
 
 
+def step_over_groups(
+    optimizer: Optimizer, groups: Iterable[ParameterGroup], after_step: Callable[[], None]
+) -> BorrowedGroups:
+    """Make an optimizer step over what lies flat, or whole, and not over sharded parameters.
+
+    Elementwise optimizers step over flat runs (`FlatStep`). Others step over whole tensors where
+    these are whole on one rank, and else over parameters as they are (`WholeStep`). An optimizer
+    that steps over other modules' groups already steps over these as well.
+
+    `after_step` is called when a step is done. ValueError refuses moments in a dtype of their own
+    for another optimizer than Adam and AdamW.
+    """
+    groups = list(groups)
+    for group in groups:
+        if group.dtypes.moments is not None and type(optimizer) not in (Adam, AdamW):
+            raise ValueError(
+                f"moments_dtype={group.dtypes.moments} is for torch.optim.Adam and AdamW, and "
+                f"{group.refs[0].name} has {type(optimizer).__name__}: leave it out"
+            )
+    borrowed: BorrowedGroups | None = optimizer.__dict__.get(_BORROWED)
+    if borrowed is None:
+        make = FlatStep if type(optimizer) in ELEMENTWISE else WholeStep
+        borrowed = optimizer.__dict__[_BORROWED] = make(optimizer)
+    borrowed.add(groups, after_step)
+    return borrowed
+
+
 class WholeStep(BorrowedGroups):
     """Gives an optimizer plain parameters for the time of a step.
 
@@ -74,16 +102,11 @@ class WholeStep(BorrowedGroups):
                 elif local.numel() == 0:
                     self._plain[id(main)] = None
 
-    def _lend(self, optimizer: Optimizer) -> None:
-        if not self._plain:
-            return
-        self._borrow(optimizer)
-        for settings in optimizer.param_groups:
-            settings["params"] = [
-                chosen
-                for main in settings["params"]
-                if (chosen := self._plain_of(main, optimizer)) is not None
-            ]
+    def _lend(
+        self, number: int, settings: dict[str, Any], optimizer: Optimizer
+    ) -> list[nn.Parameter]:
+        chosen = (self._plain_of(main, optimizer) for main in settings["params"])
+        return [parameter for parameter in chosen if parameter is not None]
 
     def _plain_of(self, main: nn.Parameter, optimizer: Optimizer) -> nn.Parameter | None:
         plain = self._plain.get(id(main), main)
@@ -91,7 +114,7 @@ class WholeStep(BorrowedGroups):
             return plain
         gradient = main.grad
         plain.grad = None
-        if shows_decoupled(main):
+        if isinstance(main, _Decoupled):
             show_decoupled([plain])
         if isinstance(gradient, ShardedTensor):
             if gradient.dtype != plain.dtype:
@@ -101,8 +124,8 @@ class WholeStep(BorrowedGroups):
             optimizer.state[plain] = _plain_state(optimizer.state.pop(main))
         return plain
 
-    def _take_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
-        for main in (parameter for held in self._release(optimizer) for parameter in held):
+    def _collect(self, optimizer: Optimizer, *, stepped: bool) -> None:
+        for main in [p for settings in optimizer.param_groups for p in settings["params"]]:
             plain = self._plain.get(id(main))
             if plain is not None:
                 plain.grad = None
@@ -139,11 +162,6 @@ def show_decoupled(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         if not isinstance(parameter, _Decoupled):
             parameter.__class__ = _decoupled(type(parameter))
-
-
-def shows_decoupled(parameter: torch.Tensor) -> bool:
-    """Whether `show_decoupled` was called for a parameter."""
-    return isinstance(parameter, _Decoupled)
 
 
 @functools.cache

@@ -1,13 +1,12 @@
 """What wrappers build on: parameter groups, weights, gradients, the reducer and the flat step."""
 
 from lamina.ddp.backward.gradient_hooks import (
-    await_backward,
     gradient_sink,
     has_gradient_sink,
     main_of,
     refuse_wrapped,
 )
-from lamina.ddp.backward.reducer import BackwardEnd, BackwardListener, GradientReducer, Order
+from lamina.ddp.backward.reducer import BackwardEnd, GradientReducer, Order
 from lamina.ddp.compat import local_of_state_call
 from lamina.ddp.execution.engine import Engine, Prefetcher
 from lamina.ddp.execution.guards import BufferPolicy, Guards, ModuleBuffers, ModuleWatch
@@ -21,11 +20,10 @@ from lamina.ddp.execution.hooks import (
 )
 from lamina.ddp.execution.unit import UnavailableError, Unit
 from lamina.ddp.finalize.finalize import finalize_plain_gradients, warn_of_unfinished_steps
-from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import Reduction, resolve_reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
-from lamina.ddp.gradients.sums import RankSum, Squares
+from lamina.ddp.gradients.sums import RankSum
 from lamina.ddp.group.group import (
     GroupSettings,
     ParameterGroup,
@@ -34,7 +32,7 @@ from lamina.ddp.group.group import (
 from lamina.ddp.group.weights import COMING, LIVE, Weights, WeightsState, WholeWeights
 from lamina.ddp.inspect.inspection import HasGroups, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets
-from lamina.ddp.inspect.wire import WireBytes, WirePlan
+from lamina.ddp.inspect.wire import WireBytes
 from lamina.ddp.optimizer.adopt_parameters import (
     adopt_main_parameters,
     refuse_optimizer,
@@ -72,14 +70,12 @@ __all__ = [
     "ELEMENTWISE",
     "LIVE",
     "BackwardEnd",
-    "BackwardListener",
     "BufferPolicy",
     "DataParallelAxes",
     "Engine",
     "GradientReducer",
     "GradientState",
     "GroupDtypes",
-    "GroupGradients",
     "GroupSettings",
     "Guards",
     "HasGroups",
@@ -95,7 +91,6 @@ __all__ = [
     "RankSum",
     "Reduction",
     "ScratchBuffers",
-    "Squares",
     "UnavailableError",
     "Unit",
     "UnitHooks",
@@ -103,11 +98,9 @@ __all__ = [
     "WeightsState",
     "WholeWeights",
     "WireBytes",
-    "WirePlan",
     "adopt_main_parameters",
     "answer_scalers",
     "attach_hooks",
-    "await_backward",
     "check_dimensions",
     "check_experts",
     "collect_parameters",

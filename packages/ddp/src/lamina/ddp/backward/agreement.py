@@ -24,8 +24,8 @@ from lamina.collectives.engine import (
 )
 from lamina.ddp.compat import foreach_norm
 from lamina.ddp.gradients.scratch import ScratchBuffers
-from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.parameters.facts import StepFacts, common_facts_of, digest_of
+from lamina.ddp.group.group import ParameterGroup, StepFacts
+from lamina.ddp.parameters.facts import common_facts_of, digest_of
 from lamina.mesh.engine import GroupRef, MeshAxis
 
 __all__ = [

@@ -185,7 +185,7 @@ class Unit:
     @property
     def live_bytes(self) -> int:
         """Bytes of those of them that are there, or on their way."""
-        live = (weights.full for weights in self.gathered if weights.is_live)
+        live = (weights.full for weights in self.gathered if weights.state in LIVE)
         return sum(full.numel() * full.itemsize for full in live)
 
     # -- weights come and go ------------------------------------------------------------------

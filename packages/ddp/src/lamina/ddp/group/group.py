@@ -1,15 +1,19 @@
 """A group of parameters: one layout, and the three states (weights, main weights, main grads)."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate
 from lamina.buffers.engine import Placement
-from lamina.collectives.engine import broadcast, open_window
+from lamina.collectives.engine import Agreement, broadcast, describe, open_window
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
@@ -17,19 +21,25 @@ from lamina.ddp.group.shown import MainParameters, ShownGradients
 from lamina.ddp.group.weights import IN_USE, Weights, WholeWeights, Writes
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.dtypes import GroupDtypes
-from lamina.ddp.parameters.facts import OptimizerAgreement
+from lamina.ddp.parameters.facts import optimizer_facts
 from lamina.ddp.parameters.parameters import ParameterRef, read_parameters, spec_of
 from lamina.ddp.parameters.strategy import Cadence, Strategy
 
 __all__ = [
     "GroupSettings",
+    "OptimizerAgreement",
     "ParameterGroup",
+    "StepFacts",
     "plan_layout",
     "refuse_changed",
+    "step_agreement",
 ]
 
 WeightsFactory = Callable[[FlatBuffer, DataParallelAxes], Weights]
 """Makes the weights of a group from the buffer that a rank keeps, and the axes."""
+
+
+_PLAIN = (float, int, bool, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,40 @@ def plan_layout(
         settings.alignment,
         settings.shard_multiple,
     )
+
+
+class OptimizerAgreement:
+    """What ranks' optimizers must have in common in a step: hyperparameters, and steps so far.
+
+    Note [Described when it changes]
+        Ranks compare this at the end of each step's last backward, and in each norm's message. To
+        describe and hash all hyperparameters so often would take longer than the message. So they
+        are described when their stamp has changed, which is the numbers themselves. The number of
+        steps changes at each step, and is added to the digest that there is.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._title = f"steps of {type(optimizer).__name__}"
+        self._stamp: list[object] = []
+        self._settings = Agreement(())
+        self.steps = 0
+        """How many steps were made."""
+
+    def now(self) -> Agreement | None:
+        """As it is at this moment; None where the optimizer is gone."""
+        if (optimizer := self._optimizer()) is None:
+            return None
+        stamp: list[object] = []
+        for settings in optimizer.param_groups:
+            stamp.append(len(settings["params"]))
+            for name, value in settings.items():
+                if name != "params":
+                    # What may be written in place is described, as its identity says nothing.
+                    stamp.append((name, value if type(value) in _PLAIN else describe(value)))
+        if stamp != self._stamp:
+            self._stamp, self._settings = stamp, Agreement(optimizer_facts(optimizer, {}))
+        return self._settings.with_facts((self._title, str(self.steps)))
 
 
 class ParameterGroup:
@@ -351,6 +395,31 @@ class ParameterGroup:
             parameter.grad = None
             parameter.data = view
         self.weights.release()
+
+
+def step_agreement(groups: Iterable[ParameterGroup]) -> Agreement:
+    """Steps and hyperparameters of the optimizers that update some groups."""
+    optimizers = dict.fromkeys(each for group in groups for each in group.optimizers)
+    known = [agreement for each in optimizers if (agreement := each.now()) is not None]
+    return known[0] if len(known) == 1 else Agreement.of_several(known)
+
+
+class StepFacts:
+    """What ranks must have in common between two backwards."""
+
+    def __init__(self) -> None:
+        self._versions: int | None = None
+
+    def of(self, groups: Sequence[ParameterGroup]) -> Agreement:
+        """`step_agreement`, and of optimizers Lamina does not know, whether they have stepped."""
+        unknown = [group for group in groups if group.requires_grad and not group.optimizers]
+        before, self._versions = self._versions, sum(group.main_version for group in unknown)
+        agreement = step_agreement(groups)
+        if unknown and before is not None:
+            stepped = "made" if self._versions != before else "not made"
+            fact = "the step of an optimizer that Lamina does not know", stepped
+            agreement = agreement.with_facts(fact)
+        return agreement
 
 
 class _States:

@@ -33,7 +33,6 @@ __all__ = [
     "LIVE",
     "TRANSITIONS",
     "Weights",
-    "WeightsEvent",
     "WeightsState",
     "WholeWeights",
     "Writes",
@@ -75,31 +74,21 @@ class WeightsState(Enum):
     __hash__ = object.__hash__  # by identity: Enum's own is a Python call for each look-up
 
 
-class WeightsEvent(Enum):
-    """What happens to a group's weights."""
-
-    START = auto()
-    """Their gather begins."""
-    ARRIVE = auto()
-    """Somebody has waited for it."""
-    USE = auto()
-    """Modules hold the compute parameters from now on."""
-    REST = auto()
-    """Modules hold the main parameters again."""
-    RELEASE = auto()
-    """Their storage is given back, or their content is old: main weights were written."""
-
-
 _RELEASED, _GATHERING, _READY, _STALE, _REFRESHING, _IN_USE = WeightsState
-TRANSITIONS: dict[WeightsEvent, dict[WeightsState, WeightsState]] = {
-    WeightsEvent.START: {_RELEASED: _GATHERING, _STALE: _REFRESHING},
-    WeightsEvent.ARRIVE: {_GATHERING: _READY, _REFRESHING: _IN_USE},
-    WeightsEvent.USE: {_READY: _IN_USE},
-    WeightsEvent.REST: {_STALE: _RELEASED, _REFRESHING: _GATHERING, _IN_USE: _READY},
-    WeightsEvent.RELEASE: {_READY: _RELEASED, _IN_USE: _STALE},
+TRANSITIONS: dict[str, dict[WeightsState, WeightsState]] = {
+    # Their gather begins.
+    "start": {_RELEASED: _GATHERING, _STALE: _REFRESHING},
+    # Somebody has waited for it.
+    "wait": {_GATHERING: _READY, _REFRESHING: _IN_USE},
+    # Modules hold the compute parameters from now on.
+    "begin_use": {_READY: _IN_USE},
+    # Modules hold the main parameters again.
+    "end_use": {_STALE: _RELEASED, _REFRESHING: _GATHERING, _IN_USE: _READY},
+    # Their storage is given back, or their content is old: main weights were written.
+    "leave": {_READY: _RELEASED, _IN_USE: _STALE},
 }
-"""The state after an event, by the state before. A state that is not listed stays as it is."""
-_START, _ARRIVE, _USE, _REST, _RELEASE = TRANSITIONS.values()
+"""By what happens to them, the state after it for each state before. Others stay as they are."""
+_START, _WAIT, _BEGIN_USE, _END_USE, _LEAVE = TRANSITIONS.values()
 COMING = frozenset({_GATHERING, _REFRESHING})
 """The whole weights are on their way."""
 LIVE = COMING | {_READY, _IN_USE}
@@ -148,20 +137,10 @@ class Weights(ABC):
         return self.state is _READY or self.state is _IN_USE
 
     @property
-    def is_coming(self) -> bool:
-        """Whether the whole weights are on their way."""
-        return self.state in COMING
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the whole weights are there or on their way."""
-        return self.state in LIVE
-
-    @property
     def settled(self) -> bool:
         """Whether `local` is what main weights say, and nothing is writing to it."""
         is_main = self.main_slice is None and not any(self._spreads)
-        return is_main or (not self._changed and not self.is_coming)
+        return is_main or (not self._changed and self.state not in COMING)
 
     @property
     def gathered_nbytes(self) -> int:
@@ -232,7 +211,7 @@ class Weights(ABC):
 
     def wait(self) -> None:
         """Wait for what `start` began (on a GPU: make the current stream wait)."""
-        after = _ARRIVE.get(self.state)
+        after = _WAIT.get(self.state)
         if after is None:
             return  # nobody has begun a gather that is not waited for yet
         if self._pending is not None:
@@ -242,17 +221,17 @@ class Weights(ABC):
 
     def begin_use(self) -> None:
         """Modules hold the compute parameters from now on."""
-        self.state = _USE.get(self.state, self.state)
+        self.state = _BEGIN_USE.get(self.state, self.state)
 
     def end_use(self) -> None:
         """Modules hold the main parameters again."""
-        self.state = _REST.get(self.state, self.state)
+        self.state = _END_USE.get(self.state, self.state)
 
     def _leave(self) -> None:
         """They are given back, or are old: a gather that is under way has to end first."""
         if self.state in COMING:
             self.wait()
-        self.state = _RELEASE.get(self.state, self.state)
+        self.state = _LEAVE.get(self.state, self.state)
 
     def _install(self) -> None:
         """Write main weights into this rank's copy and spread it along the outer axis."""

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers.engine import PNorm
 from lamina.collectives.engine import Agreement, CommonFacts, all_reduce_small
+from lamina.ddp.group.group import step_agreement
 from lamina.ddp.inspect.inspection import HasGroups
 from lamina.ddp.monitor.health import HealthMonitor
 from lamina.ddp.monitor.replicas import ReplicaMonitor
 from lamina.ddp.norm.shares import Share, shares_of
 from lamina.ddp.parameters.axes import DataParallelAxes, whole_mesh
-from lamina.ddp.parameters.facts import step_agreement
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, axis_if_there
 

@@ -42,10 +42,9 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.adam import adam
 
-from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.group.group import OptimizerAgreement, ParameterGroup
 from lamina.ddp.group.shown import local_of
 from lamina.ddp.optimizer.adopt_parameters import locate_main_parameters
-from lamina.ddp.parameters.facts import OptimizerAgreement
 
 __all__ = [
     "BLOCK",

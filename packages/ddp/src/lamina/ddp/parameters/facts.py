@@ -5,33 +5,27 @@ hold other parameters, so of them only settings and hyperparameters are compared
 compares its stages itself.
 """
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lamina.collectives.engine import Agreement, CommonFacts, Fact, describe, software
+from lamina.collectives.engine import CommonFacts, Fact, describe, software
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.parameters import ParameterRef
 
 __all__ = [
-    "OptimizerAgreement",
-    "StepFacts",
     "common_facts_of",
     "digest_of",
     "optimizer_facts",
     "require_same_model",
     "require_same_over_tp",
-    "step_agreement",
 ]
 
 _COLUMNS = 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_PLAIN = (float, int, bool, str, type(None))
 _ODD = -0x61C8864680B583EB  # 2^64 / the golden ratio: spreads small numbers over all bits
 
 
@@ -115,79 +109,6 @@ def optimizer_facts(optimizer: Optimizer, names: Mapping[int, str]) -> list[Fact
         many = ", ".join(held) or str(len(group["params"]))
         facts.append((f"parameters of its group {number}", many))
     return facts
-
-
-class OptimizerAgreement:
-    """What ranks' optimizers must have in common in a step: hyperparameters, and steps so far.
-
-    Note [Described when it changes]
-        Ranks compare this at the end of each step's last backward, and in each norm's message. To
-        describe and hash all hyperparameters so often would take longer than the message. So they
-        are described when their stamp has changed, which is the numbers themselves. The number of
-        steps changes at each step, and is added to the digest that there is.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._title = f"steps of {type(optimizer).__name__}"
-        self._stamp: list[object] = []
-        self._settings = Agreement(())
-        self.steps = 0
-        """How many steps were made."""
-
-    def now(self) -> Agreement | None:
-        """As it is at this moment; None where the optimizer is gone."""
-        if (optimizer := self._optimizer()) is None:
-            return None
-        stamp: list[object] = []
-        for settings in optimizer.param_groups:
-            stamp.append(len(settings["params"]))
-            for name, value in settings.items():
-                if name != "params":
-                    # What may be written in place is described, as its identity says nothing.
-                    stamp.append((name, value if type(value) in _PLAIN else describe(value)))
-        if stamp != self._stamp:
-            self._stamp, self._settings = stamp, Agreement(optimizer_facts(optimizer, {}))
-        return self._settings.with_facts((self._title, str(self.steps)))
-
-
-class Stepped(Protocol):
-    """A group of parameters, as far as its optimizers are asked about."""
-
-    optimizers: list[OptimizerAgreement]
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether it has gradients."""
-
-    @property
-    def main_version(self) -> int:
-        """How often main parameters were written."""
-
-
-def step_agreement(groups: Iterable[Stepped]) -> Agreement:
-    """Steps and hyperparameters of the optimizers that update some groups."""
-    optimizers = dict.fromkeys(each for group in groups for each in group.optimizers)
-    known = [agreement for each in optimizers if (agreement := each.now()) is not None]
-    return known[0] if len(known) == 1 else Agreement.of_several(known)
-
-
-class StepFacts:
-    """What ranks must have in common between two backwards."""
-
-    def __init__(self) -> None:
-        self._versions: int | None = None
-
-    def of(self, groups: Sequence[Stepped]) -> Agreement:
-        """`step_agreement`, and of optimizers Lamina does not know, whether they have stepped."""
-        unknown = [group for group in groups if group.requires_grad and not group.optimizers]
-        before, self._versions = self._versions, sum(group.main_version for group in unknown)
-        agreement = step_agreement(groups)
-        if unknown and before is not None:
-            stepped = "made" if self._versions != before else "not made"
-            fact = "the step of an optimizer that Lamina does not know", stepped
-            agreement = agreement.with_facts(fact)
-        return agreement
 
 
 def digest_of(values: torch.Tensor, weight: int = 1) -> torch.Tensor:

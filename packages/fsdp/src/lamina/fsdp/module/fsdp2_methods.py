@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from lamina.ddp.engine import Engine, UnavailableError, Unit, UnitHooks, hooks_of, unit_of
+from lamina.ddp.engine import COMING, Engine, UnavailableError, Unit, UnitHooks, hooks_of, unit_of
 
 __all__ = ["UnitMethods", "UnshardHandle"]
 
@@ -22,7 +22,9 @@ class UnshardHandle:
     def wait(self) -> None:
         """Make the whole weights ready; nothing if a call of the module has done so meanwhile."""
         unit = self._unit
-        if unit is not None and (unit.in_backward or any(w.is_coming for w in unit.gathered)):
+        if unit is not None and (
+            unit.in_backward or any(weights.state in COMING for weights in unit.gathered)
+        ):
             unit.unshard()
         self._unit = None
 

@@ -76,7 +76,7 @@ class ShardedWeights(Weights):
             p for p in self._parameters if type(p) is nn.Parameter or isinstance(p, _Released)
         ]
         self._released_class = type("ReleasedParameter", (_Released,), {"names": names})
-        if not self.is_live:
+        if self.state not in LIVE:
             for parameter in self._named:
                 parameter.__class__ = self._released_class
 

@@ -391,7 +391,6 @@ EXCEPTIONS: dict[str, list[str]] = {
         "ddp/optimizer/flat_step.py: self._agreement.steps",
         "ddp/optimizer/flat_step.py: run.left",
         "ddp/optimizer/flat_step.py: run.spread",
-        "ddp/optimizer/flat_step.py: run.wrote_weights",
         "ddp/optimizer/sharded_optimizer.py: self._borrowed.paused",
         "fsdp/api/check.py: parser.formatter_class",  # argparse has no other way for a subparser
         "fsdp/weights/offloaded.py: self._inner.main",

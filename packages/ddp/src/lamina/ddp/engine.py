@@ -13,7 +13,6 @@ from lamina.ddp.execution.guards import BufferPolicy, Guards, ModuleBuffers, Mod
 from lamina.ddp.execution.hooks import (
     UnitHooks,
     attach_hooks,
-    finish_before_steps,
     hooks_of,
     register_forward_method,
     unit_of,
@@ -106,7 +105,6 @@ __all__ = [
     "collect_parameters",
     "data_parallel_axes",
     "finalize_plain_gradients",
-    "finish_before_steps",
     "gradient_sink",
     "group_parameters",
     "groups_of",

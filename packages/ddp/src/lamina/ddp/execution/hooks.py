@@ -1,4 +1,4 @@
-"""What ties the engine to modules and optimizers: hooks, and marks on the autograd graph.
+"""What ties the engine to modules: hooks, and marks on the autograd graph.
 
 Note [Marked outputs]
     torch's own backward hooks of modules fire when gradients of a module's inputs are there, and
@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lamina.ddp.compat import function_transform
 from lamina.ddp.execution.engine import Engine
@@ -31,7 +30,6 @@ from lamina.ddp.parameters.tensor_trees import Loan, map_tensors, tensors_in
 __all__ = [
     "UnitHooks",
     "attach_hooks",
-    "finish_before_steps",
     "hooks_of",
     "mark_outputs",
     "register_forward_method",
@@ -42,7 +40,6 @@ _FLAT = frozenset((torch.Tensor, nn.Parameter, type(None), bool, int, float, str
 """Types of what most modules take and give: there is nothing to look for inside."""
 
 _HOOKS = "_lamina_unit_hooks"
-_FINISHED = "_lamina_finished_engines"
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -392,36 +389,3 @@ def mark_outputs(
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(tree, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
-def finish_before_steps(optimizer: Optimizer, engine: Engine) -> None:
-    """Before each step, sum gradients that no backward was told to be the last for.
-
-    A step with a closure whose backward would not be the last is refused (RuntimeError). An
-    optimizer of several models has one hook for all: it comes before those that read gradients, and
-    finishes the models in one order on all ranks.
-    """
-    engines: list[weakref.ref[Engine]] | None = optimizer.__dict__.get(_FINISHED)
-    if engines is not None:
-        engines.append(weakref.ref(engine))
-        return
-    engines = optimizer.__dict__[_FINISHED] = [weakref.ref(engine)]
-
-    def before(held: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # args[0] is the optimizer
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        for reference in engines:
-            if (found := reference()) is not None and not found.reducer.is_final:
-                finish(held, found, closure)
-
-    def finish(held: Optimizer, found: Engine, closure: Any) -> None:
-        if closure is not None:
-            raise RuntimeError(
-                f"{type(held).__name__}.step(closure) where no backward is the step's last "
-                "(sync_model_each_microbatch=False, or inside no_sync()): the gradients that the "
-                "closure computes would never be summed over ranks. Call "
-                "model.set_model_auto_sync(True) first, or step() without a closure"
-            )
-        found.reducer.finish()
-
-    optimizer.register_step_pre_hook(before)

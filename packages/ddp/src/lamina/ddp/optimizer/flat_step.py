@@ -42,6 +42,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.adam import adam
 
+from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.group.group import OptimizerAgreement, ParameterGroup
 from lamina.ddp.group.shown import local_of
 from lamina.ddp.optimizer.adopt_parameters import locate_main_parameters
@@ -84,7 +85,9 @@ class BorrowedGroups(ABC):
         self.paused = False
         """Steps are made for their state alone: gradients are read from `.grad`, nobody is told."""
         self._agreement = OptimizerAgreement(optimizer)
-        self._trained: list[ParameterGroup] = []
+        self.trained: list[ParameterGroup] = []
+        """The groups that have gradients."""
+        self._reducers: list[GradientReducer] = []
         self._after_step: list[Callable[[], None]] = []
         self._users: list[list[nn.Parameter]] = []  # parameters, while the groups hold others
         self._zero_grad: Any = None
@@ -93,19 +96,40 @@ class BorrowedGroups(ABC):
         optimizer.register_state_dict_pre_hook(self.restore)
         optimizer.register_load_state_dict_pre_hook(lambda own, _: self.restore(own))
 
-    def add(self, groups: Iterable[ParameterGroup], after_step: Callable[[], None]) -> None:
-        """Step over these groups as well, and call `after_step` after each step."""
+    def add(
+        self,
+        groups: Sequence[ParameterGroup],
+        after_step: Callable[[], None],
+        reducer: GradientReducer | None,
+    ) -> None:
+        """Step over these groups as well, and call `after_step` after each step.
+
+        The `reducer` of their gradients is finished before steps, if it is given.
+        """
         self._after_step.append(after_step)
+        if reducer is not None:
+            self._reducers.append(reducer)
         for group in groups:
             group.look_for_writes()  # nobody was to tell of those before
             group.optimizers.append(self._agreement)
             if group.requires_grad:
-                self._trained.append(group)
+                self.trained.append(group)
+        self._prepare(groups)
 
     def restore(self, optimizer: Optimizer) -> None:
         """Put the user's parameters back after a step that raised; do nothing after any other."""
         if self._users:
             self._take_back(optimizer, stepped=False)
+
+    def finish_gradients(self) -> None:
+        """Sum gradients over ranks that no backward was told to be the last for (collective)."""
+        for reducer in self._reducers:
+            if not reducer.is_final:
+                reducer.finish()
+
+    @abstractmethod
+    def _prepare(self, groups: Sequence[ParameterGroup]) -> None:
+        """These groups were added."""
 
     @abstractmethod
     def _lend(
@@ -122,6 +146,15 @@ class BorrowedGroups(ABC):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.restore(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None and not all(reducer.is_final for reducer in self._reducers):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(closure) where no backward is the step's last "
+                "(sync_model_each_microbatch=False, or inside no_sync()): the gradients that the "
+                "closure computes would never be summed over ranks. Call "
+                "model.set_model_auto_sync(True) first, or step() without a closure"
+            )
+        # This hook is older than any that reads or clips gradients.
+        self.finish_gradients()
         if closure is None and not type(optimizer).__module__.startswith("torch.optim."):
             self._begin(optimizer)  # its step may take no closure
             return None
@@ -143,7 +176,7 @@ class BorrowedGroups(ABC):
         if self._users:  # somebody has wrapped the class's step, and torch calls hooks for both
             return
         if not self.paused:
-            for group in self._trained:
+            for group in self.trained:
                 group.look_for_writes()
                 group.shown.refuse_unsummed(f"{type(optimizer).__name__}.step()")
                 if group.writes.addresses:
@@ -173,7 +206,7 @@ class BorrowedGroups(ABC):
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._take_back(optimizer, stepped=True)
         if not self.paused:
-            for group in self._trained:
+            for group in self.trained:
                 group.writes.forget()
             self._agreement.steps += 1
             for tell in self._after_step:
@@ -260,10 +293,8 @@ class FlatStep(BorrowedGroups):
         self._flat: dict[tuple[ParameterGroup, str], torch.Tensor] = {}
         self._members: dict[tuple[ParameterGroup, str, int], torch.Tensor] = {}
 
-    def add(self, groups: Iterable[ParameterGroup], after_step: Callable[[], None]) -> None:
-        """Step over these groups as well, and call `after_step` after each step."""
-        super().add(groups, after_step)
-        self._located = locate_main_parameters(self._trained)
+    def _prepare(self, groups: Sequence[ParameterGroup]) -> None:
+        self._located = locate_main_parameters(self.trained)
         self._plans.clear()
 
     def _lend(

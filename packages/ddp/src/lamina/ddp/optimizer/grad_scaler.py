@@ -10,7 +10,6 @@ docs/decisions/0518.
 """
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lamina.collectives.engine import all_reduce_small
-from lamina.ddp.backward.reducer import GradientReducer
-from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.optimizer.flat_step import BorrowedGroups
 from lamina.ddp.parameters.axes import whole_mesh
 from lamina.mesh import ParallelMesh
 
@@ -68,49 +66,37 @@ class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[misc, unused-igno
         return super().step(optimizer, *args, **kwargs)
 
 
-def answer_scalers(
-    optimizer: Optimizer,
-    groups: Iterable[ParameterGroup],
-    ranks: int,
-    reducer: GradientReducer | None = None,
-) -> None:
+def answer_scalers(optimizer: Optimizer, borrowed: BorrowedGroups, ranks: int) -> None:
     """Refuse gradient scalers whose ranks would disagree, and let others see final gradients.
 
-    `groups` are what the optimizer updates. Ranks beyond their data-parallel ones hold other
-    parameters (tp, pp, ep, expert_tp), which a plain scaler does not see: with more `ranks` than
-    these it is refused when it steps. The reducer is finished when a scaler asks.
+    `borrowed` is what it steps over. Ranks beyond their data-parallel ones hold other parameters
+    (tp, pp, ep, expert_tp), which a plain scaler does not see: with more `ranks` than these it is
+    refused when it steps. Gradients are finished when a scaler asks.
     """
     answer = getattr(optimizer, _QUESTION, False)
     if not isinstance(answer, _Answer):
-        answer = optimizer.__dict__[_QUESTION] = _Answer(optimizer, bool(answer), ranks)
-    answer.add(groups, reducer)
+        optimizer.__dict__[_QUESTION] = _Answer(optimizer, bool(answer), borrowed, ranks)
 
 
 class _Answer:
     """True or false as the optimizer had it. See Note [The question of a scaler]."""
 
-    def __init__(self, optimizer: Optimizer, own: bool, ranks: int) -> None:
+    def __init__(
+        self, optimizer: Optimizer, own: bool, borrowed: BorrowedGroups, ranks: int
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._own = own
-        self._reducers: list[weakref.ref[GradientReducer]] = []
-        self._ranks = self._alike = ranks
-
-    def add(self, groups: Iterable[ParameterGroup], reducer: GradientReducer | None) -> None:
-        self._alike = min([self._alike, *(group.axes.size for group in groups)])
-        if reducer is not None:
-            self._reducers.append(weakref.ref(reducer))
+        self._own, self._borrowed, self._ranks = own, borrowed, ranks
 
     def __bool__(self) -> bool:
         optimizer = self._optimizer()
+        alike = min([self._ranks, *(group.axes.size for group in self._borrowed.trained)])
         agreed = optimizer is not None and optimizer.__dict__.get(_AGREED, False)
-        if self._alike < self._ranks and not agreed:
+        if alike < self._ranks and not agreed:
             raise RuntimeError(
-                f"torch's GradScaler looks at this rank's gradients, and {self._alike} of the "
+                f"torch's GradScaler looks at this rank's gradients, and {alike} of the "
                 f"{self._ranks} ranks share them: the others, along tp, pp, ep or expert_tp, "
                 "hold other gradients, so some would skip a step that the rest make. Use "
                 "lamina.ddp.ShardedGradScaler(mesh) with the mesh of all of them"
             )
-        for reference in self._reducers:
-            if (reducer := reference()) is not None and not reducer.is_final:
-                reducer.finish()
+        self._borrowed.finish_gradients()
         return self._own

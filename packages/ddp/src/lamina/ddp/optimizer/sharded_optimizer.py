@@ -86,7 +86,6 @@ class ShardedOptimizer(Optimizer):
         self.state = optimizer.state
         self._ready = True
         whole = mesh.mesh if isinstance(mesh, ParallelMesh) else mesh
-        answer_scalers(self, groups, dist.get_world_size() if whole is None else whole.size())
 
         def stepped() -> None:
             if isinstance(module, _HearsOfSteps):
@@ -96,6 +95,8 @@ class ShardedOptimizer(Optimizer):
         remedy = "wrap the model with keep_tensors_whole=True, or without use_distributed_optimizer"
         refuse_cut_tensors(optimizer, groups, remedy)
         self._borrowed = step_over_groups(optimizer, groups, stepped)
+        ranks = dist.get_world_size() if whole is None else whole.size()
+        answer_scalers(self, self._borrowed, ranks)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of the wrapped optimizer; returns the closure's loss.

@@ -5,7 +5,7 @@ over it; the others have nothing to do. State stays under the main parameter, on
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lamina.buffers import ShardedTensor
+from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.optimizer.flat_step import ELEMENTWISE, BorrowedGroups, FlatStep
 
@@ -53,7 +54,10 @@ def refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup], r
 
 
 def step_over_groups(
-    optimizer: Optimizer, groups: Iterable[ParameterGroup], after_step: Callable[[], None]
+    optimizer: Optimizer,
+    groups: Iterable[ParameterGroup],
+    after_step: Callable[[], None],
+    reducer: GradientReducer | None = None,
 ) -> BorrowedGroups:
     """Make an optimizer step over what lies flat, or whole, and not over sharded parameters.
 
@@ -61,7 +65,8 @@ def step_over_groups(
     these are whole on one rank, and else over parameters as they are (`WholeStep`). An optimizer
     that steps over other modules' groups already steps over these as well.
 
-    `after_step` is called when a step is done. ValueError refuses moments in a dtype of their own
+    `after_step` is called when a step is done. Before one, the `reducer` sums gradients that no
+    backward was told to be the last for. ValueError refuses moments in a dtype of their own
     for another optimizer than Adam and AdamW.
     """
     groups = list(groups)
@@ -75,7 +80,7 @@ def step_over_groups(
     if borrowed is None:
         make = FlatStep if type(optimizer) in ELEMENTWISE else WholeStep
         borrowed = optimizer.__dict__[_BORROWED] = make(optimizer)
-    borrowed.add(groups, after_step)
+    borrowed.add(groups, after_step, reducer)
     return borrowed
 
 
@@ -90,11 +95,8 @@ class WholeStep(BorrowedGroups):
         super().__init__(optimizer)
         self._plain: dict[int, nn.Parameter | None] = {}
 
-    def add(self, groups: Iterable[ParameterGroup], after_step: Callable[[], None]) -> None:
-        """Step over these groups as well, and call `after_step` after each step."""
-        given = list(groups)
-        super().add(given, after_step)
-        for main in (main for group in given for main in group.main_parameters):
+    def _prepare(self, groups: Sequence[ParameterGroup]) -> None:
+        for main in (main for group in groups for main in group.main_parameters):
             if isinstance(main, ShardedTensor):
                 local = main.to_local()
                 if local.numel() == main.numel():

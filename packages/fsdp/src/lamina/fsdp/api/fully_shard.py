@@ -16,7 +16,6 @@ from lamina.ddp.engine import (
     answer_scalers,
     attach_hooks,
     collect_parameters,
-    finish_before_steps,
     refuse_cut_tensors,
     refuse_optimizer,
     refuse_wrapped,
@@ -346,9 +345,10 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     warn_of_unfinished_steps(optimizer, module)
     for part in parts:
         engine = part.sharding_engine
-        finish_before_steps(optimizer, engine)
-        answer_scalers(optimizer, part.parameter_groups(), dist.get_world_size(), engine.reducer)
-        step_over_groups(optimizer, part.parameter_groups(), engine.mark_weights_changed)
+        borrowed = step_over_groups(
+            optimizer, part.parameter_groups(), engine.mark_weights_changed, engine.reducer
+        )
+        answer_scalers(optimizer, borrowed, dist.get_world_size())
         engine.optimizers.follow(optimizer)
     whole = any(map(gives_whole_tensors, parts))
     prepare_optimizer_state(optimizer, whole=whole, regions=regions)

@@ -139,8 +139,8 @@ class Prefetcher:
         self.ran: list[Unit] = []
         """Units that the forward at hand has come to, in its order."""
         self.budget = None if budget is None else GatherBudget(units, budget)
-        self._fixed = fixed
-        self._ahead = ahead
+        self.fixed = fixed
+        self.ahead = ahead
         self._begun = len(self.order)  # of a fixed order: units before this place have been begun
 
     def begin_forward(self) -> None:
@@ -149,7 +149,7 @@ class Prefetcher:
 
     def end_forward(self) -> None:
         """A forward has ended: its order is what comes next."""
-        if self._fixed:
+        if self.fixed:
             self.begin_up_to(len(self.order))  # those of modules that ran on other ranks only
         else:
             self.order = self.ran
@@ -159,10 +159,10 @@ class Prefetcher:
         ahead: Sequence[Unit] = ()
         if step in unit.prefetch:  # somebody has said which
             ahead = unit.prefetch[step]
-        elif self._ahead and not self._fixed and unit in self.order:
+        elif self.ahead and not self.fixed and unit in self.order:
             index = self.order.index(unit)
             ahead = self.order[index + 1 :] if step > 0 else self.order[:index][::-1]
-            ahead = ahead[: self._ahead] if self.budget is None else ahead
+            ahead = ahead[: self.ahead] if self.budget is None else ahead
         for other in ahead:
             if step < 0 and not other.unshard_in_backward:
                 continue
@@ -180,15 +180,11 @@ class Prefetcher:
             self.order[self._begun].start_unshard()
             self._begun += 1
 
-    def begin_first(self) -> None:
-        """Begin the gathers that the beginning of a forward needs."""
-        self.begin_up_to(self._ahead)
-
     def wait_for(self, place: int) -> None:
         """The unit at a place is read now."""
         unit = self.order[place]
         if not all(group.weights.ready for group in unit.groups):
-            self.begin_up_to(place + self._ahead)
+            self.begin_up_to(place + self.ahead)
             unit.wait()
 
     def finish(self) -> None:
@@ -196,11 +192,6 @@ class Prefetcher:
         self.begin_up_to(len(self.order))
         for unit in self.order:
             unit.wait()
-
-    def follow_writes(self) -> None:
-        """Main weights of some unit were found written: in a fixed order all units come back."""
-        if self._fixed:
-            self.start_again()
 
     def start_again(self) -> None:
         """Main weights were written: all units have to come back (on all ranks)."""
@@ -405,8 +396,9 @@ class Engine:
         self._computing = [self.root]
         self._graphs.begin()
         self._stream = current_stream(self._device)
-        if self._follow_users():
-            self.prefetcher.follow_writes()
+        # Written weights come back when their unit is gathered; in a fixed order all units do.
+        if self._follow_users() and self.prefetcher.fixed:
+            self.prefetcher.start_again()
         for unit in self.units:
             unit.calls.new_forward()
 
@@ -415,7 +407,7 @@ class Engine:
         # Where modules hold main parameters between forwards, what is assigned to one is not what
         # they will compute with.
         for group in self._swapped:
-            group.refuse_assigned()
+            group.writes.refuse_assigned(group.refs)
         written = [group.begin_forward() for group in self.reducer.groups]  # all of them look
         return any(written)
 
@@ -462,13 +454,6 @@ class Engine:
         if before is None or before is unit or before.in_backward:
             return
         before.reshard()
-
-    def compare_order(self, unit: Unit) -> None:
-        """Before a gather, with `check_order`: whether all ranks gather this unit now."""
-        if self.guards.order is not None:
-            backward = self.reducer.in_backward
-            ran = self._ran_backward if backward else self.prefetcher.ran
-            self.guards.order.gather(unit, ran, backward=backward)
 
     def _start(self, unit: Unit) -> None:
         """Begin a unit's gathers; whoever takes its room without need makes place."""
@@ -622,5 +607,9 @@ class Engine:
 
 
 def _before_gather(reference: weakref.ref[Engine], unit: Unit) -> None:
-    if (engine := reference()) is not None:
-        engine.compare_order(unit)
+    """With `check_order`: whether all ranks gather this unit now."""
+    engine = reference()
+    if engine is not None and engine.guards.order is not None:
+        backward = engine.reducer.in_backward
+        ran = engine._ran_backward if backward else engine.prefetcher.ran
+        engine.guards.order.gather(unit, ran, backward=backward)

@@ -85,6 +85,8 @@ class UnitCalls:
     def expect(self) -> PendingBackward:
         """Note a forward that autograd will come back to; the caller puts it on the graph."""
         pending = PendingBackward()
+        # By a weak reference that takes itself away: a graph that is freed without a backward, as
+        # of a loss that was only printed, must not keep the unit waiting.
         self._pending.add(weakref.ref(pending, self._pending.discard))
         return pending
 
@@ -219,6 +221,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Make the whole weights ready and the modules compute with them."""
+        # What was written to main weights goes into this rank's part before the part is sent.
         self.follow_main_weights()
         self.start_unshard()
         self.finish_unshard()
@@ -240,6 +243,7 @@ class Unit:
 
     def enter_backward(self) -> bool:
         """A gradient has reached an output: whether the unit's backward begins with it."""
+        # Every output announces its gradient, and a unit that was called twice comes here twice.
         begins, self.in_backward = not self.in_backward, True
         if begins:
             self._backward.begin("backward of", self.name)
@@ -248,6 +252,7 @@ class Unit:
     def leave_backward(self, *, release: bool = True) -> None:
         """The unit's gradients are complete, or the backward is over: give the weights back."""
         self._backward.end()
+        # Whoever makes room for another unit may take this one's weights from now on.
         self.in_backward = False
         if release:
             self.reshard()

@@ -155,7 +155,7 @@ class ParameterGroup:
         scratch: ScratchBuffers,
         factory: WeightsFactory = WholeWeights,
     ) -> None:
-        self.refs = tuple(refs)
+        self.refs = list(refs)
         self.axes = axes.ranks_inside()
         self.dtypes = dtypes
         self.settings = settings
@@ -259,9 +259,8 @@ class ParameterGroup:
     def rename(self, names: Sequence[str]) -> None:
         """Give the parameters the names that they have in another module around them."""
         pairs = zip(self.refs, names, strict=True)
-        self.refs = tuple(replace(ref, name=name) for ref, name in pairs)
+        self.refs[:] = [replace(ref, name=name) for ref, name in pairs]
         self.weights.belongs_to(self.refs)
-        self.shown.belong_to(self.refs)
 
     # -- what modules hold --------------------------------------------------------------------
 
@@ -326,6 +325,7 @@ class ParameterGroup:
 
         Whether something was written that has to be installed.
         """
+        # What the user has dropped since the last step must not be seen by this one's backward.
         if self.shown.mirrored:
             self.shown.follow_mains()
         written = self.follow_main_weights()
@@ -347,23 +347,15 @@ class ParameterGroup:
         news = self.writes.news
         if not news:
             return False
+        # Only now is the write followed: until somebody computes, it may be overwritten or undone.
         self.writes.clear_news()
         if self.mains_are_separate:
             self.weights.mark_changed(written=[self.refs[index].name for index in sorted(news)])
         return self.mains_are_separate
 
-    @property
-    def main_version(self) -> int:
-        """How often main parameters were written, as far as their version counters tell."""
-        return self.writes.count
-
     def look_for_writes(self) -> None:
         """Note what somebody has written to parameters since the last look."""
         self.writes.look(told=bool(self.optimizers))
-
-    def refuse_assigned(self) -> None:
-        """Raise if a tensor was assigned to `.data` of a whole parameter, before memory is read."""
-        self.writes.refuse_assigned(self.refs)
 
     def call_user_hooks(self, called: set[int]) -> None:
         """Call users' hooks with final gradients. What they write is a step, and is not compared.
@@ -386,6 +378,7 @@ class ParameterGroup:
 
         Modules hold them for now, until somebody puts the group to rest (a wrapper may never do).
         """
+        # Views are made while the storage is there: torch makes none beyond what a storage holds.
         self.weights.start()
         self.weights.wait()
         self.weights.begin_use()
@@ -413,7 +406,7 @@ class StepFacts:
     def of(self, groups: Sequence[ParameterGroup]) -> Agreement:
         """`step_agreement`, and of optimizers Lamina does not know, whether they have stepped."""
         unknown = [group for group in groups if group.requires_grad and not group.optimizers]
-        before, self._versions = self._versions, sum(group.main_version for group in unknown)
+        before, self._versions = self._versions, sum(group.writes.count for group in unknown)
         agreement = step_agreement(groups)
         if unknown and before is not None:
             stepped = "made" if self._versions != before else "not made"

@@ -120,6 +120,7 @@ class UserHooks:
             ("_post_accumulate_grad_hooks", "on_parameter"),
         ):
             table = _Table(self, kind, index)
+            # Registered before the model was wrapped: they move, under the handles that users hold.
             for handle, hook in (getattr(leaf, attribute) or {}).items():
                 table[handle] = hook
             setattr(leaf, attribute, table)
@@ -139,10 +140,12 @@ class UserHooks:
                 continue
             called.add(index)
             gradient = shown
+            # A copy of the table: a hook may remove itself, as those that are called once do.
             for hook in list(self.on_gradient.get(index, {}).values()):
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
             if gradient is not shown:
+                # Into the flat memory, which is what the optimizer reads.
                 shown.copy_(gradient)
             for after in list(self.on_parameter.get(index, {}).values()):
                 try:
@@ -205,10 +208,6 @@ class ShownGradients:
         self._known: tuple[int, int] | None = None
         self._views: list[torch.Tensor] = []
 
-    def belong_to(self, refs: Sequence[ParameterRef]) -> None:
-        """The parameters have other names now."""
-        self._refs = refs
-
     def expect_optimizer(self) -> None:
         """Somebody steps the main parameters."""
         self.has_optimizer = True
@@ -242,6 +241,7 @@ class ShownGradients:
         gradients = self._gradients
         shown: Sequence[bool] = gradients.produced_gradient
         if not final:
+            # From here on a write tells: the placeholder holds what nobody else writes.
             gradients.clear_placeholders()
             shown = [not gradients.is_empty] * len(self._refs)
         self._show_where(shown)
@@ -318,6 +318,7 @@ class ShownGradients:
             if all(m.grad is None or m.grad is v for m, v in zip(mains, views, strict=True)):
                 return  # nothing was put there since they were zeroed
             gradients.zero_if_empty()
+        # Parameter by parameter: what was dropped is taken out, what was put there is taken over.
         for index, main in enumerate(mains):
             if main.grad is None:
                 if gradients.is_kept_apart and gradients.state is GradientState.PARTIAL:
@@ -332,6 +333,7 @@ class ShownGradients:
         """The user put a tensor of their own in `.grad`: take its values."""
         gradients = self._gradients
         span, local = self._span(index), local_of(given)
+        # The same memory under another object, as after `p.grad = p.grad.detach()`, is as it was.
         if local.data_ptr() == span.data_ptr() or not span.numel():
             return
         span.copy_(local.reshape(-1))
@@ -383,6 +385,7 @@ class ShownGradients:
     def zero(self) -> None:
         """Forget all gradients, and leave zeros where some were shown (not None)."""
         gradients = self._gradients
+        # Noted first, because to discard is to show nothing: None and zeros are two things to Adam.
         shown = [main.grad is not None for main in self._mains.parameters]
         gradients.discard()
         if any(shown):
@@ -393,6 +396,7 @@ class ShownGradients:
     def release_zeroed(self) -> None:
         """Give main grads' memory back if nothing is shown of it."""
         gradients = self._gradients
+        # What is shown is a view of that memory, and a user may hold it: then the memory stays.
         if gradients.main.has_memory and not self.any:
             gradients.discard()
             gradients.main.release()

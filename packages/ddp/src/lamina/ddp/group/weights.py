@@ -185,6 +185,7 @@ class Weights(ABC):
             names = ", ".join(written[:2])
             self._purpose = f"{self.title}, whose main parameters this rank has written ({names})"
         self._changed = True
+        # Nothing is sent here: only some ranks may have come this far, and none may ever compute.
         self._invalidate()
 
     def keep_for_step(self, keep: bool) -> None:
@@ -206,7 +207,7 @@ class Weights(ABC):
                 self._install()
                 self._changed = self._written_through = False
             self._pending = self._gather()
-        self._purpose = ""
+        self._purpose = ""  # who has written is told of once
         self.state = after
 
     def wait(self) -> None:

@@ -82,7 +82,7 @@ def full_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
         return module.full_parameters()
 
     def weights(group: ParameterGroup) -> FlatBuffer:
-        group.refuse_assigned()
+        group.writes.refuse_assigned(group.refs)
         return group.main_weights
 
     return _collect(groups_of(module), weights, None)

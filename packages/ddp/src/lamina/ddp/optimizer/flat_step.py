@@ -180,7 +180,7 @@ class BorrowedGroups(ABC):
                 group.look_for_writes()
                 group.shown.refuse_unsummed(f"{type(optimizer).__name__}.step()")
                 if group.writes.addresses:
-                    group.refuse_assigned()
+                    group.writes.refuse_assigned(group.refs)
         self._users = [list(settings["params"]) for settings in optimizer.param_groups]
         self._zero_grad = optimizer.__dict__.get(_ZERO_GRAD)
         reference = weakref.ref(optimizer)

@@ -42,9 +42,8 @@ class ParameterRef:
     def install(self, parameter: nn.Parameter) -> None:
         """Put `parameter` in every place that holds this one."""
         for reference, attribute in self.owners:
-            module = reference()
-            # Not setattr: nn.Module's checks cost more than the swap, which happens every forward.
-            if module is not None:
+            # Not setattr: nn.Module's checks cost more than the swap.
+            if (module := reference()) is not None:
                 module._parameters[attribute] = parameter
 
 

@@ -77,7 +77,7 @@ class BucketWaits:
         """
         self._learning = overlapped
         if overlapped:
-            self._prefetcher.begin_first()
+            self._prefetcher.begin_up_to(self._prefetcher.ahead)
         else:
             self._prefetcher.finish()
 

@@ -306,7 +306,7 @@ def _copy_values(units: list[Unit], copies: list[Unit]) -> None:
     for unit, made in same.items():
         made.choose_like(unit, same)
         for group, other in zip(unit.groups, made.groups, strict=True):
-            group.refuse_assigned()
+            group.writes.refuse_assigned(group.refs)
             other.main_weights.data.copy_(group.main_weights.data)
             other.weights.mark_changed()
             for main, one in zip(group.main_parameters, other.main_parameters, strict=True):

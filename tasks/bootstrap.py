@@ -38,7 +38,10 @@ HOUSE = ROOT / ".nox"
 NOX = "nox>=2025.5.1"  # the first with `requires=` that also waits for parametrised sessions
 LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")  # lowest first
 # Faces of a layer beside `lamina.LAYER` and `lamina.LAYER.engine`.
-SUB_FACES = {"models": ("attention", "moe", "mamba", "vision")}
+SUB_FACES = {
+    "fsdp": ("check",),
+    "models": ("attention", "moe", "mamba", "vision", "parallel_types"),
+}
 VERSION = "{}.{}".format(*sys.version_info)
 
 

@@ -9,8 +9,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")  # lowest first
-# Faces of a layer that are neither its user face nor its engine face.
-SUB_FACES = {"models": ("attention", "moe", "mamba", "vision")}
+# Faces of a layer that are neither its user face nor its engine face: folders, and modules that are
+# programs too.
+SUB_FACES = {
+    "fsdp": ("check",),
+    "models": ("attention", "moe", "mamba", "vision", "parallel_types"),
+}
 MAX_LINES = 700
 
 
@@ -24,6 +28,15 @@ def commit() -> str:
 
 def source_of(layer: str) -> Path:
     return ROOT / "packages" / layer / "src" / "lamina" / layer
+
+
+def sub_faces(layer: str) -> dict[str, str]:
+    """Return the file of each further face of a layer, from the layer's folder."""
+    faces = SUB_FACES.get(layer, ())
+    return {
+        face: f"{face}.py" if (source_of(layer) / f"{face}.py").is_file() else f"{face}/__init__.py"
+        for face in faces
+    }
 
 
 def names_of(tree: ast.Module) -> dict[str, str]:

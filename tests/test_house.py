@@ -17,7 +17,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import PurePosixPath
 
 import pytest
-from source_trees import LAYERS, ROOT, SUB_FACES, lamina_imports, public_face, source_of
+from source_trees import LAYERS, ROOT, lamina_imports, public_face, source_of, sub_faces
 
 # The floors of each layer from the ground up: its folders, and the files beside them. A floor
 # imports only from those before it. mesh is one flat folder; the circle rule is enough for it.
@@ -28,7 +28,7 @@ FLOORS = {
         compat parameters gradients group inspect backward execution finalize monitor norm optimizer
         wrapper
     """,
-    "fsdp": "compat settings units weights debugging state module api bridges",
+    "fsdp": "compat settings units weights debugging state module api check bridges",
     "models": """
         compat base precision layers moe attention mamba decoder activation_memory torch_plan
         huggingface vision pipelining parallel_types
@@ -245,8 +245,9 @@ def public_names_are_for_users(house: House) -> Iterator[str]:
     known = set(re.findall(r"\w+", written))
     for layer in LAYERS:
         engine = public_face(house.sources.get(f"{layer}/engine.py", ""))
-        for face in (layer, *(f"{layer}/{sub}" for sub in SUB_FACES.get(layer, ()))):
-            shown = public_face(house.sources.get(f"{face}/__init__.py", ""))
+        for room in ("__init__.py", *sub_faces(layer).values()):
+            face = f"{layer}/{room}".removesuffix(".py").removesuffix("/__init__")
+            shown = public_face(house.sources.get(f"{layer}/{room}", ""))
             for name in sorted(shown - known):
                 yield f"{face}: {name} is in no example, page or README; move it to {layer}.engine"
             for name in sorted(shown & engine):
@@ -392,7 +393,7 @@ EXCEPTIONS: dict[str, list[str]] = {
         "ddp/optimizer/flat_step.py: run.left",
         "ddp/optimizer/flat_step.py: run.spread",
         "ddp/optimizer/sharded_optimizer.py: self._borrowed.paused",
-        "fsdp/api/check.py: parser.formatter_class",  # argparse has no other way for a subparser
+        "fsdp/check.py: parser.formatter_class",  # argparse has no other way for a subparser
         "fsdp/weights/offloaded.py: self._inner.main",
     ],
 }

@@ -18,12 +18,12 @@ from source_trees import (
     LAYERS,
     MAX_LINES,
     ROOT,
-    SUB_FACES,
     dotted,
     lamina_imports,
     names_of,
     public_face,
     source_of,
+    sub_faces,
 )
 
 COLLECTIVES = frozenset(
@@ -156,7 +156,7 @@ def faces() -> dict[str, frozenset[str]]:
     found = {}
     for layer in LAYERS:
         rooms = {"": "__init__.py", ".engine": "engine.py"}
-        rooms |= {f".{sub}": f"{sub}/__init__.py" for sub in SUB_FACES.get(layer, ())}
+        rooms |= {f".{sub}": room for sub, room in sub_faces(layer).items()}
         for face, room in rooms.items():
             found[f"lamina.{layer}{face}"] = public_face((source_of(layer) / room).read_text())
     return found

@@ -1,4 +1,4 @@
-"""`lamina.fsdp.api.check` passes what trains right and names what does not."""
+"""`lamina.fsdp.check` passes what trains right and names what does not."""
 
 import math
 import subprocess
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lamina.fsdp.api.check import check_model
+from lamina.fsdp.check import check_model
 from lamina_testing.toys import OddNet
 
 
@@ -129,7 +129,7 @@ def test_the_command_line(wrong, tmp_path):
         "    return model, lambda m, x: m(x).mean(), lambda s, r: inputs(model, 9 * s + r)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "lamina.fsdp.api.check", "mine:build", "--ranks", "2"],
+        [sys.executable, "-m", "lamina.fsdp.check", "mine:build", "--ranks", "2"],
         cwd=Path(tmp_path),
         capture_output=True,
         text=True,

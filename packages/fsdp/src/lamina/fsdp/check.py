@@ -1,6 +1,6 @@
 """Does a model train under `fully_shard` as it does in one process? Ask before a long run.
 
-    python -m lamina.fsdp.api.check my.module:build --ranks 2
+    python -m lamina.fsdp.check my.module:build --ranks 2
 
 `build()` returns (model, loss, batch): the model with its values; `loss(model, batch)`, a scalar;
 and `batch(step, rank)`, what a rank trains on in a step. The model is sharded and trained beside a
@@ -205,7 +205,7 @@ def _seed(step: int, rank: int) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 1 where something differs."""
-    parser = argparse.ArgumentParser(prog="python -m lamina.fsdp.api.check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lamina.fsdp.check", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("build", help="my.module:function")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine")
@@ -217,7 +217,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if not given.as_rank:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         launcher += ["--local-addr=127.0.0.1"]  # the machine's own name may have no address
-        launcher += [f"--nproc-per-node={given.ranks}", "-m", "lamina.fsdp.api.check", "--as-rank"]
+        launcher += [f"--nproc-per-node={given.ranks}", "-m", "lamina.fsdp.check", "--as-rank"]
         rest = list(sys.argv[1:] if words is None else words)
         return subprocess.run([sys.executable, *launcher, *rest], check=False).returncode
     with init_distributed() as runtime:

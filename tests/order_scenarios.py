@@ -34,7 +34,7 @@ from lamina.ddp import (
     clip_grad_norm,
 )
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
-from lamina.fsdp.api import resolve
+from lamina.fsdp.api import build as api
 from lamina.fsdp.weights import offloaded
 from lamina.mesh import ParallelLayout
 from lamina.models import (
@@ -201,7 +201,7 @@ def captured_blocks(fault: str = "", **settings: Any) -> tuple[list[str], int]:
         return made[0]
 
     made: list[Captured] = []
-    slots = mock.patch.object(resolve, "slot_memory", return_value=None)  # refuses a CPU
+    slots = mock.patch.object(api, "refuse_unavailable")  # refuses a CPU
     with recorded_order(RANKS) as recording, slots:
         with mock.patch.object(Captured, "recording", recording):
             sharded(net=net, **settings)(recording)

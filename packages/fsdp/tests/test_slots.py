@@ -10,8 +10,8 @@ from lamina.buffers.compat import refusals_of
 from lamina.buffers.pool.pool import MemoryBlocks
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard
-from lamina.fsdp.api import resolve
-from lamina.fsdp.settings import hardware_limits as limits
+from lamina.fsdp.api import build as api
+from lamina.fsdp.weights import unit_slots
 from lamina_testing.toys import Block, OddNet, inputs
 
 STEPS = 5
@@ -220,7 +220,7 @@ def test_for_cuda_graphs_no_unit_ever_moves(ranks):
     """The order changes at every step: a unit whose place is taken waits for it."""
     slots = {"fsdp_double_buffer": True, "cuda_graph_mode": True}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resolve, "slot_memory", lambda *_: None)  # would refuse it on a CPU
+        patch.setattr(api, "refuse_unavailable", lambda *_: None)  # would refuse it on a CPU
         model = fully_shard(build(Shuffled), fsdp_unit_modules=[Block], **slots)
     seen = []
     for step in range(4):
@@ -260,8 +260,8 @@ def test_slots_are_allocated_in_one_block_of_registered_memory(ranks):
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "registration_refusal", lambda *_, **__: None)
-        patch.setattr(limits, "register_pool", register)
+        patch.setattr(unit_slots, "registration_refusal", lambda *_, **__: None)
+        patch.setattr(unit_slots, "register_pool", register)
         make = MemoryBlocks.make
 
         def noting(self, nbytes, released, *, fixed):

@@ -1,18 +1,22 @@
-"""From a module and its sharding to units, and from units to an engine.
+"""From settings and a module to units, and from units to an engine.
 
-`fully_shard` takes both steps at once, for all units of a model. `shard_module` takes the first
-one, for one unit, at each call, and the second one when the model is first used.
+`fully_shard` takes all three steps at once, for all units of a model. `shard_module` takes the
+first two (`resolve`, `build_units`), for one unit, at each call, and the third one (`start_engine`)
+when the model is first used: only then is it known which module is the outermost one.
 """
 
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.optim import Optimizer
 
 from lamina.buffers import BufferLayout, FlatBuffer, StoragePool
 from lamina.ddp import Strategy
@@ -23,6 +27,7 @@ from lamina.ddp.engine import (
     GroupDtypes,
     GroupSettings,
     Guards,
+    ModelAxes,
     ModuleBuffers,
     ModuleWatch,
     Order,
@@ -34,56 +39,122 @@ from lamina.ddp.engine import (
     UnitHooks,
     Weights,
     WholeWeights,
+    attach_hooks,
     check_experts,
+    collect_parameters,
     group_parameters,
+    needs_whole_tensors,
     plan_layout,
+    refuse_unplaced,
 )
-from lamina.fsdp.api.resolve import Sharding
 from lamina.fsdp.debugging.debug_order import OrderCheck
 from lamina.fsdp.debugging.debug_storage import StorageCheck
+from lamina.fsdp.settings.meshes import Mesh, computing_device, model_axes, resolve_meshes
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
+from lamina.fsdp.state.cut_regions import beside_parts
 from lamina.fsdp.units.casting import cast_buffers, keep_modules
 from lamina.fsdp.units.dtensors import LocalisedParameters
 from lamina.fsdp.units.materialise import materialise_unit, move_buffers
 from lamina.fsdp.units.plan import UnitPlan
-from lamina.fsdp.weights.offloaded import OffloadedWeights, offloaded
+from lamina.fsdp.weights.offloaded import OffloadedWeights, check_offload, offloaded
 from lamina.fsdp.weights.sharded import EncodedWeights, ShardedWeights
-from lamina.fsdp.weights.unit_slots import UnitSlots
+from lamina.fsdp.weights.unit_slots import UnitSlots, refuse_unavailable
+from lamina.mesh import ParallelLayout
+from lamina.mesh.engine import named_mesh
 
-__all__ = ["build_units", "start_engine", "storage_pool", "updated_apart", "without_values"]
+__all__ = ["Sharding", "build_units", "resolve", "start_engine", "updated_apart", "without_values"]
 
 
-@dataclass(frozen=True)
-class _GroupPlan:
-    """One group of a unit before it is made.
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Settings, and what they come to for one model: its mesh, its machine, its memory.
 
-    `settings` are what the group has in common with others, `encoded` says whether its weights are
-    gathered as codes, and `key` is its name in the pool.
+    `dense` and `expert` are the data-parallel axes of parameters (`expert` is None where the mesh
+    has none), and along `model` ranks hold different parts of the model. The model computes on
+    `device`, with shards on the host if it is `offloaded`. `whole` are `id`s of parameters that no
+    shard boundary may cut, and `left_alone` of those that are not sharded at all. Units are
+    gathered into `pool`, by a plan of `slots` if there are some, and reduced from `scratch`.
     """
 
-    refs: tuple[ParameterRef, ...]
-    axes: DataParallelAxes
-    dtypes: GroupDtypes
-    settings: GroupSettings
-    encoded: bool
-    key: tuple[object, ...]
+    settings: ShardingSettings
+    mesh: Mesh
+    dense: DataParallelAxes
+    expert: DataParallelAxes | None
+    model: ModelAxes
+    device: torch.device
+    offloaded: bool
+    whole: Collection[int]
+    left_alone: Collection[int]
+    scratch: ScratchBuffers
+    pool: StoragePool
+    slots: UnitSlots | None
 
-    @property
-    def trained(self) -> bool:
-        return self.refs[0].parameter.requires_grad
+    def axes_of(self, ref: ParameterRef) -> DataParallelAxes:
+        """The data-parallel axes of a parameter."""
+        return self.expert if ref.role.expert and self.expert else self.dense
 
-    def layout(self) -> BufferLayout:
-        return plan_layout(self.refs, self.axes, self.settings)
+    def encodes(self, ref: ParameterRef) -> bool:
+        """Whether a parameter is gathered as codes."""
+        precision = self.settings.precision
+        if precision.weight_codec is None or not self.settings.strategy_of(ref.name).gathers:
+            return False
+        return any(fnmatch.fnmatch(ref.name, pattern) for pattern in precision.encoded)
+
+    def module_buffers(self) -> ModuleBuffers:
+        """What brings the buffers of modules together."""
+        return ModuleBuffers(self.settings.broadcast_buffers, self.dense, self.expert)
 
 
-def storage_pool(sharding: Sharding) -> StoragePool:
-    """The memory that units are gathered into."""
-    memory = sharding.slot_memory
-    return StoragePool(
-        sharding.device,
-        mode="slots" if sharding.settings.fsdp_double_buffer else "resize",
-        poison=sharding.settings.check_storage,
-        slot_context=None if memory is None else memory.allocating,
+def resolve(
+    module: nn.Module,
+    settings: ShardingSettings,
+    optimizer: Optimizer | None = None,
+    left_alone: Collection[int] = (),
+) -> Sharding:
+    """What settings come to for a module that is not sharded yet; `optimizer` will update it.
+
+    ValueError names unknown mesh dimensions, and settings that this model or mesh excludes;
+    UnavailableError what this machine lacks.
+    """
+    mesh = named_mesh(settings.device_mesh)
+    if mesh is None:
+        mesh = ParallelLayout().build()
+    dense, expert = resolve_meshes(mesh, settings)
+    refs, model = collect_parameters(module), model_axes(mesh, settings)
+    on_meta = not refs or any(ref.parameter.is_meta for ref in refs)
+    if settings.init_model_with_meta_device and not on_meta:
+        raise ValueError(
+            f"init_model_with_meta_device=True, and none of the {len(refs)} parameters of "
+            f"{type(module).__name__} is on the meta device: build it under "
+            'torch.device("meta"), or leave the argument out'
+        )
+    # A mesh that the user has made, and that names tp, says how many ranks it has: one, perhaps.
+    if settings.device_mesh is None or model.tp is None:
+        refuse_unplaced(refs, dense, model.tp)
+    dense = beside_parts(dense, refs, model)
+    expert = None if expert is None else beside_parts(expert, refs, model)
+    # A model that has to be offloaded may not fit on the device: its parameters may be on the
+    # host, and then say nothing about where it computes.
+    is_offloaded = isinstance(settings.offload_policy, CPUOffloadPolicy)
+    device = computing_device(nn.Module() if is_offloaded else module, mesh, settings.device)
+    if is_offloaded:
+        check_offload(settings, device, dense)
+    gathering = [axes.inner.sibling("gather") for axes in (dense, expert) if axes is not None]
+    refuse_unavailable(settings, gathering, device)
+    slots = UnitSlots(settings, gathering, device) if settings.fsdp_double_buffer else None
+    return Sharding(
+        settings=settings,
+        mesh=mesh,
+        dense=dense,
+        expert=expert,
+        model=model,
+        device=device,
+        offloaded=is_offloaded,
+        whole=needs_whole_tensors(optimizer),
+        left_alone=left_alone,
+        scratch=ScratchBuffers(),
+        pool=StoragePool(device, poison=settings.check_storage) if slots is None else slots.pool,
+        slots=slots,
     )
 
 
@@ -91,50 +162,55 @@ def build_units(
     root: nn.Module,
     plans: Sequence[UnitPlan],
     sharding: Sharding,
-    scratch: ScratchBuffers,
-    pool: StoragePool,
     *,
     buffers_later: bool = False,
-) -> list[Unit]:
+) -> list[UnitHooks]:
     """Give parameters of the module `root` values and buffers, unit by unit (collective).
 
-    `pool` is the memory of whole weights, and `buffers_later` as of `materialise_unit`. ValueError
-    says what cannot be sharded like this, before anything is changed.
+    The hooks of all modules that are units come back, the first plan's first: it is the one around
+    the others. `buffers_later` is as of `materialise_unit`. ValueError says what cannot be sharded
+    like this, before anything is changed.
     """
-    settings, precision = sharding.settings, sharding.settings.precision
+    precision = sharding.settings.precision
     groups = [tuple(_plan_groups(plan, sharding)) for plan in plans]
     for plan, planned in zip(plans, groups, strict=True):
         check_experts(plan.refs, sharding.dense, sharding.expert, sharding.model)
         for group in planned:
             _check_gradient_dtypes(group)
-    _check_budgets(plans, groups, settings)
+    _check_budgets(plans, groups, sharding.settings)
+    # Nothing has been changed so far, and nothing is refused from here on but missing values.
     own = {id(module): module for plan in plans for module in plan.own_modules()}
     keep_modules(own.values(), [ref for plan in plans for ref in plan.refs], precision)
     units = [
-        _make_unit(plan, planned, sharding, scratch, pool, buffers_later)
+        _make_unit(plan, planned, sharding, buffers_later)
         for plan, planned in zip(plans, groups, strict=True)
     ]
     cast_buffers(((n, m) for n, m in root.named_modules() if id(m) in own), precision)
-    for unit in units:
+    hooks = []
+    for plan, unit in zip(plans, units, strict=True):
         unit.reshard()
-    return units
+        inner = plan is not plans[0]
+        hooks += attach_hooks(
+            plan.called,
+            unit,
+            input_dtype=precision.param_dtype if precision.cast_forward_inputs else None,
+            output_dtype=None if inner else precision.output_dtype,
+            inner=inner,
+        )
+    return hooks
 
 
 def start_engine(
     hooks: Sequence[UnitHooks],
     sharding: Sharding,
-    scratch: ScratchBuffers,
-    pool: StoragePool,
-    *,
-    wrapper: str = "fully_shard",
+    wrapper: str,
     left_alone: Collection[int] = (),
 ) -> Engine:
     """Put the units of one model to work.
 
     `hooks` are those of all modules that are units, or one together, the root's first, whose
-    `sharding` counts. Slots of the pool alone are planned for all units together. `wrapper` is what
-    the user has called, for messages, and `left_alone` are `id`s of parameters that were to be left
-    out.
+    `sharding` counts. `wrapper` is what the user has called, for messages, and `left_alone` are
+    `id`s of parameters that were to be left out.
     """
     settings = sharding.settings
     units = list(dict.fromkeys(each.unit for each in hooks))
@@ -142,7 +218,7 @@ def start_engine(
     gathered = all(group.settings.strategy.gathers for group in trained)
     reducer = GradientReducer(
         trained[::-1],
-        scratch,
+        sharding.scratch,
         # Gathers already force one order of units on all ranks; without them, a fixed list does.
         order=Order.AS_CLOSED if gathered else Order.STATIC,
         overlap=settings.overlap_grad_reduce,
@@ -151,14 +227,12 @@ def start_engine(
         check_finite=settings.report_nan_in_param_grad,
     )
     check = OrderCheck(sharding.dense, units, sharding.device) if settings.check_order else None
-    ahead = int(settings.overlap_param_gather)
-    slots = UnitSlots(pool, fixed_addresses=settings.cuda_graph_mode, memory=sharding.slot_memory)
-    buffers = _module_buffers(sharding)
+    buffers = sharding.module_buffers()
     engine = Engine(
         units,
         reducer,
-        Prefetcher(units, ahead=ahead, budget=settings.gather_budget),
-        slots=slots if settings.fsdp_double_buffer else None,
+        Prefetcher(units, ahead=int(settings.overlap_param_gather), budget=settings.gather_budget),
+        slots=sharding.slots,
         guards=Guards(
             watch=ModuleWatch(
                 (group for unit in units for group in unit.groups),
@@ -169,7 +243,7 @@ def start_engine(
             ),
             module_buffers=buffers if buffers.per_forward else None,
             order=check,
-            reads=StorageCheck(pool).watching if settings.check_storage else nullcontext,
+            reads=StorageCheck(sharding.pool).watching if settings.check_storage else nullcontext,
         ),
     )
     for each in hooks:
@@ -197,18 +271,17 @@ def _of_two_units(units: Sequence[Unit]) -> int:
 def updated_apart(refs: Iterable[ParameterRef], sharding: Sharding) -> dict[int, str]:
     """Names, by `id`, of the parameters that will get a main parameter beside them."""
     precision = sharding.settings.precision
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for ref in refs:
         placements = sharding.settings.strategy_of(ref.name).placements
         dtypes = precision.dtypes(ref.parameter.dtype, keep=precision.keeps(ref.name))
         trained = ref.parameter.requires_grad  # frozen ones have no other main weights
         updated = placements.optimizer_state if trained else placements.model_weights
-        axes = _axes_of(ref, sharding)
-        cut = any(one.cuts for one in axes.effective(updated))
-        elsewhere = _encoded(ref, sharding) or sharding.offload is not None
+        cut = any(placement.cuts for placement in sharding.axes_of(ref).effective(updated))
+        elsewhere = sharding.encodes(ref) or sharding.offloaded
         if cut or elsewhere or (trained and dtypes.main != dtypes.weights):
-            found[id(ref.parameter)] = ref.name
-    return found
+            names[id(ref.parameter)] = ref.name
+    return names
 
 
 def without_values(settings: ShardingSettings) -> ShardingSettings:
@@ -225,48 +298,76 @@ def without_values(settings: ShardingSettings) -> ShardingSettings:
 # -- groups ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _GroupPlan:
+    """One group of a unit before it is made.
+
+    `settings` are what the group has in common with others, `encoded` says whether its weights are
+    gathered as codes, and `key` is its name in the pool.
+    """
+
+    refs: tuple[ParameterRef, ...]
+    axes: DataParallelAxes
+    layout: BufferLayout
+    dtypes: GroupDtypes
+    settings: GroupSettings
+    encoded: bool
+    key: tuple[object, ...]
+
+    @property
+    def trained(self) -> bool:
+        return self.refs[0].parameter.requires_grad
+
+
 def _plan_groups(plan: UnitPlan, sharding: Sharding) -> Iterator[_GroupPlan]:
     precision = sharding.settings.precision
+    # What a user says by names comes first: these parameters may share a buffer at all.
     kinds: dict[tuple[bool, bool, Strategy], list[ParameterRef]] = {}
     for ref in plan.refs:
         strategy = sharding.settings.strategy_of(ref.name)
-        kind = (precision.keeps(ref.name), _encoded(ref, sharding), strategy)
+        kind = (precision.keeps(ref.name), sharding.encodes(ref), strategy)
         uncut = id(ref.parameter) in sharding.whole
         kinds.setdefault(kind, []).append(_uncut(ref) if uncut else ref)
     for (keep, encoded, strategy), chosen in kinds.items():
         settings = _group_settings(strategy, sharding)
+        # Then what the parameters are: dtype, role, requires_grad.
         for key, refs in group_parameters(chosen):
             dtypes = precision.dtypes(key.dtype, keep=keep)
             single = sharding.settings.disable_bucketing
             for members in [[ref] for ref in refs] if single else [refs]:
-                name = (plan.name, keep, encoded, members[0].name, *key.__dict__.values())
-                axes = _axes_of(members[0], sharding)
-                yield _GroupPlan(tuple(members), axes, dtypes, settings, encoded, name)
+                axes = sharding.axes_of(members[0])
+                yield _GroupPlan(
+                    tuple(members),
+                    axes,
+                    plan_layout(members, axes, settings),
+                    dtypes,
+                    settings,
+                    encoded,
+                    key=(plan.name, keep, encoded, members[0].name, *key.__dict__.values()),
+                )
 
 
 def _group_settings(strategy: Strategy, sharding: Sharding) -> GroupSettings:
-    settings, offload = sharding.settings, sharding.offload
+    settings, device = sharding.settings, sharding.device
     common = GroupSettings(
         strategy,
         scale=None if settings.calculate_per_token_loss else 1.0 / sharding.dense.divisor,
         broadcast=settings.sync_module_states,
         reduction=settings.rank_sum,
-        casts_in_gathers=offload is None,  # page-locked memory is copied as it is
-        release_gradients=offload is None,  # and kept
-        device=sharding.device,
+        casts_in_gathers=True,
+        release_gradients=True,
+        device=device,
     )
-    if offload is None:
+    if not isinstance(settings.offload_policy, CPUOffloadPolicy):
         return common
     return replace(
         common,
-        reduction=offloaded(settings.rank_sum, sharding.device),
+        reduction=offloaded(settings.rank_sum, device),
+        casts_in_gathers=False,  # page-locked memory is copied as it is
+        release_gradients=False,  # and kept
         kept_on=torch.device("cpu"),
-        pinned=offload.pinned,
+        pinned=settings.offload_policy.pin_memory and device.type == "cuda",
     )
-
-
-def _axes_of(ref: ParameterRef, sharding: Sharding) -> DataParallelAxes:
-    return sharding.expert if ref.role.expert and sharding.expert else sharding.dense
 
 
 def _uncut(ref: ParameterRef) -> ParameterRef:
@@ -274,13 +375,6 @@ def _uncut(ref: ParameterRef) -> ParameterRef:
     shape = ref.parameter.shape
     rows = math.prod(shape[:-1]) if len(shape) > 1 else math.prod(shape)
     return replace(ref, role=replace(ref.role, block_rows=max(rows, 1)))
-
-
-def _encoded(ref: ParameterRef, sharding: Sharding) -> bool:
-    settings, precision = sharding.settings, sharding.settings.precision
-    if precision.weight_codec is None or not settings.strategy_of(ref.name).gathers:
-        return False
-    return any(fnmatch.fnmatch(ref.name, pattern) for pattern in precision.encoded)
 
 
 def _check_gradient_dtypes(group: _GroupPlan) -> None:
@@ -314,10 +408,10 @@ def _check_budgets(
     gathers, reductions = settings.gather_budget, settings.reduce_budget
     gathered: dict[str, int] = {}
     for plan, planned in zip(plans, groups, strict=True):
-        sizes = [(group, group.layout().size) for group in planned]
-        gathered[plan.name] = sum(size * group.dtypes.weights.itemsize for group, size in sizes)
-        for group, size in sizes:
-            sent = size * group.dtypes.wire.itemsize
+        sizes = [group.layout.size * group.dtypes.weights.itemsize for group in planned]
+        gathered[plan.name] = sum(sizes)
+        for group in planned:
+            sent = group.layout.size * group.dtypes.wire.itemsize
             if reductions is not None and group.trained and sent > reductions:
                 raise ValueError(
                     f"reduce_budget={reductions} bytes, and gradients of {plan.name or 'the root'} "
@@ -339,28 +433,23 @@ def _check_budgets(
 
 
 def _make_unit(
-    plan: UnitPlan,
-    groups: Sequence[_GroupPlan],
-    sharding: Sharding,
-    scratch: ScratchBuffers,
-    pool: StoragePool,
-    buffers_later: bool,
+    plan: UnitPlan, groups: Sequence[_GroupPlan], sharding: Sharding, buffers_later: bool
 ) -> Unit:
     """Values for a unit's meta parameters, and buffers for all (collective)."""
     settings, device = sharding.settings, sharding.device
-    layouts = [(group.refs, group.layout()) for group in groups]
+    layouts = [(group.refs, group.layout) for group in groups]
     materialise_unit(plan, device, settings.init_module, layouts, buffers_later)
     move_buffers(plan.own_modules(), device)
     if settings.sync_module_states:
-        _module_buffers(sharding).start(plan.module, plan.own_modules())
+        sharding.module_buffers().start(plan.module, plan.own_modules())
     made = [
         ParameterGroup(
             group.refs,
             group.axes,
             group.dtypes,
             group.settings,
-            scratch,
-            _weights_factory(pool, group, sharding),
+            sharding.scratch,
+            partial(_make_weights, group, sharding),
         )
         for group in groups
     ]
@@ -368,27 +457,20 @@ def _make_unit(
         plan.name,
         type(plan.module).__name__,
         made,
-        members=plan.members,
+        members=len(plan.called),
         dress=LocalisedParameters.among(plan.refs),
     )
 
 
-def _module_buffers(sharding: Sharding) -> ModuleBuffers:
-    return ModuleBuffers(sharding.settings.broadcast_buffers, sharding.dense, sharding.expert)
-
-
-def _weights_factory(
-    pool: StoragePool, group: _GroupPlan, sharding: Sharding
-) -> Callable[[FlatBuffer, DataParallelAxes], Weights]:
-    codec = sharding.settings.precision.weight_codec if group.encoded else None
-
-    def make(local: FlatBuffer, axes: DataParallelAxes) -> Weights:
-        if sharding.offload is not None:
-            return OffloadedWeights(local, axes, pool, group.key)
-        if codec is not None:
-            return EncodedWeights(local, axes, pool, group.key, group.dtypes.weights, codec)
-        if any(local.cuts):
-            return ShardedWeights(local, axes, pool, group.key, group.dtypes.weights)
-        return WholeWeights(local, axes)
-
-    return make
+def _make_weights(
+    group: _GroupPlan, sharding: Sharding, local: FlatBuffer, axes: DataParallelAxes
+) -> Weights:
+    """The weights of a group, of which this rank keeps `local` at rest."""
+    codec = sharding.settings.precision.weight_codec
+    if sharding.offloaded:
+        return OffloadedWeights(local, axes, sharding.pool, group.key)
+    if codec is not None and group.encoded:
+        return EncodedWeights(local, axes, sharding.pool, group.key, group.dtypes.weights, codec)
+    if any(local.cuts):
+        return ShardedWeights(local, axes, sharding.pool, group.key, group.dtypes.weights)
+    return WholeWeights(local, axes)

@@ -10,11 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lamina.ddp.engine import (
-    ScratchBuffers,
     UnavailableError,
     adopt_main_parameters,
     answer_scalers,
-    attach_hooks,
     collect_parameters,
     refuse_cut_tensors,
     refuse_optimizer,
@@ -26,13 +24,13 @@ from lamina.ddp.engine import (
     warn_of_unfinished_steps,
 )
 from lamina.fsdp.api.build import (
+    Sharding,
     build_units,
+    resolve,
     start_engine,
-    storage_pool,
     updated_apart,
     without_values,
 )
-from lamina.fsdp.api.resolve import Sharding, resolve
 from lamina.fsdp.module.sharded_module import (
     ShardedModule,
     WatchedModule,
@@ -256,25 +254,13 @@ def _shard(
 
 def _build(module: nn.Module, sharding: Sharding) -> ShardedModule:
     """Cut a model into units and put an engine on their hooks."""
-    settings, policy = sharding.settings, sharding.settings.precision
+    settings = sharding.settings
     localise_dtensors(module)
     plans = plan_units(module, settings.fsdp_unit_modules)
     refuse_uninitialised(module, settings.init_module)
     if settings.enable_fine_grained_param_gather:
         plans = refine(module, plans)
-    scratch, pool = ScratchBuffers(), storage_pool(sharding)
-    units = build_units(module, plans, sharding, scratch, pool)
-    hooks = []
-    for plan, unit in zip(plans, units, strict=True):
-        root = plan.module is module
-        hooks += attach_hooks(
-            [plan.module],
-            unit,
-            input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
-            output_dtype=policy.output_dtype if root else None,
-            inner=not root,
-        )
-    start_engine(hooks, sharding, scratch, pool)
+    start_engine(build_units(module, plans, sharding), sharding, "fully_shard")
     return adopt(module, WatchedModule if settings.check_storage else ShardedModule)
 
 

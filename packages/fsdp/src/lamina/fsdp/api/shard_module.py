@@ -6,7 +6,6 @@ module is the outermost one.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, cast, overload
 
 import torch
@@ -15,22 +14,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
-from lamina.buffers import ShardedTensor, StoragePool
+from lamina.buffers import ShardedTensor
 from lamina.ddp.engine import (
     BufferPolicy,
     Engine,
     ParameterGroup,
     ParameterRef,
-    ScratchBuffers,
     UnavailableError,
     Unit,
-    attach_hooks,
     collect_parameters,
     refuse_wrapped,
     require_same_model,
 )
-from lamina.fsdp.api.build import build_units, start_engine, storage_pool, without_values
-from lamina.fsdp.api.resolve import Sharding, resolve
+from lamina.fsdp.api.build import Sharding, build_units, resolve, start_engine, without_values
 from lamina.fsdp.compat import one_graph_break
 from lamina.fsdp.module.sharded_module import (
     ShardedModule,
@@ -62,17 +58,8 @@ _FOREIGN = {
     "cut must not separate some; shards are spans of elements and not of a dimension",
 }
 """What `fully_shard` and torch's `fully_shard` are told, and what does the same here."""
-_BUILT = "_lamina_built"
-
-
-@dataclass(frozen=True)
-class _Built:
-    """What a call of `shard_module` keeps for the engine, which is made later."""
-
-    sharding: Sharding
-    scratch: ScratchBuffers
-    pool: StoragePool
-    ignored: frozenset[int]
+_SHARDING = "_lamina_sharding"
+"""What a call of `shard_module` keeps for the engine, which is made later."""
 
 
 class ModuleWithUnit(ShardedModule):
@@ -213,26 +200,18 @@ def _shard(
     around = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     for one in modules:
         localise_dtensors(one, ignored)
-    sharding = resolve(around, settings)
+    sharding = resolve(around, settings, left_alone=ignored)
     keep = _resharding(reshard_after_forward, sharding.dense.inner.size)
     inner = tuple(m for m in around.modules() if isinstance(m, ModuleWithUnit))
     own = tuple(_own(around, inner, ignored))
     require_same_model("shard_module", own, sharding.dense, sharding.expert, settings)
-    plan = UnitPlan("", around, own, inner, len(modules))
-    built = _Built(sharding, ScratchBuffers(), storage_pool(sharding), frozenset(ignored))
-    (unit,) = build_units(around, [plan], sharding, built.scratch, built.pool, buffers_later=True)
+    plan = UnitPlan("", around, own, inner, tuple(modules))
+    unit = build_units(around, [plan], sharding, buffers_later=True)[0].unit
     if keep is not None:
         unit.set_reshard_after_forward(keep)
-    policy = settings.precision
-    attach_hooks(
-        modules,
-        unit,
-        input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
-        output_dtype=policy.output_dtype,
-    )
     sharded = [adopt(one, ModuleWithUnit) for one in modules]
     for one in sharded:
-        one.__dict__[_BUILT] = built
+        one.__dict__[_SHARDING] = sharding
     _show_parts(sharded, sharding)
     blank = without_values(settings)
 
@@ -366,15 +345,8 @@ def _make_engine(root: ModuleWithUnit) -> None:
             )
         unit.rename(members)
     refuse_unwritten_buffers(root)
-    built: list[_Built] = [module.__dict__[_BUILT] for module in modules.values()]
-    first, *others = built
+    first, *others = [module.__dict__[_SHARDING] for module in modules.values()]
     for other in others:
         other.scratch.share(first.scratch)
-    start_engine(
-        hooks,
-        first.sharding,
-        first.scratch,
-        first.pool,
-        wrapper="shard_module",
-        left_alone=frozenset[int]().union(*(each.ignored for each in built)),
-    )
+    left_alone = {key for each in (first, *others) for key in each.left_alone}
+    start_engine(hooks, first, "shard_module", left_alone)

@@ -1,7 +1,7 @@
 """Everything that `fully_shard` and `shard_module` can be told: each setting, its text, its rules.
 
 A rule that settings decide among themselves is checked here, when the settings are made. What
-needs the module, the mesh or the machine is decided in `lamina.fsdp.api.resolve`.
+needs the module, the mesh or the machine is decided in `lamina.fsdp.api.build`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

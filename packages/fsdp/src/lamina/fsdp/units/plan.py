@@ -21,8 +21,13 @@ class UnitPlan:
     refs: tuple[ParameterRef, ...]
     inner: tuple[nn.Module, ...] = ()
     """Units inside this one: their modules are not its own."""
-    members: int = 1
-    """How many modules that are called are this one unit."""
+    together: tuple[nn.Module, ...] = ()
+    """The modules that are this one unit, where `module` only holds several of them."""
+
+    @property
+    def called(self) -> tuple[nn.Module, ...]:
+        """The modules whose calls gather the unit."""
+        return self.together or (self.module,)
 
     def own_modules(self) -> Iterator[nn.Module]:
         """The unit's modules, without those of units inside it."""

@@ -8,11 +8,10 @@ host's main grads. Both run on streams of their own, beside the compute.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
@@ -25,46 +24,30 @@ from lamina.ddp.engine import (
     ScratchBuffers,
     UnavailableError,
 )
+from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.weights.sharded import ShardedWeights
 
 __all__ = [
-    "Offload",
     "OffloadedSum",
     "OffloadedWeights",
     "SideStream",
+    "check_offload",
     "offloaded",
-    "resolve_offload",
 ]
 
 
-@dataclass(frozen=True)
-class Offload:
-    """Keep shards in host memory, `pinned` (CUDA only) so that copies run beside the compute."""
+def check_offload(settings: ShardingSettings, device: torch.device, axes: DataParallelAxes) -> None:
+    """Raise for what excludes shards in host memory.
 
-    pinned: bool
-
-
-def resolve_offload(
-    policy: OffloadPolicy | None,
-    device: torch.device,
-    axes: DataParallelAxes,
-    *,
-    gathers: bool = True,
-) -> Offload | None:
-    """What torch FSDP2's `OffloadPolicy` or `CPUOffloadPolicy` asks for; None for nothing.
-
-    `gathers` says whether the strategy gathers weights. TypeError refuses what is no policy,
-    ValueError a strategy that keeps weights whole on the device, and UnavailableError a process
-    group that cannot reach host memory.
+    ValueError: a strategy that keeps weights whole on the device, or codes beside them.
+    UnavailableError: a process group that cannot reach host memory.
     """
-    if policy is None or type(policy) is OffloadPolicy:
-        return None
-    if not isinstance(policy, CPUOffloadPolicy):
-        raise TypeError(
-            f"offload_policy={policy!r}: use torch.distributed.fsdp.CPUOffloadPolicy(), or "
-            "OffloadPolicy() for none"
+    if settings.precision.weight_codec is not None:
+        raise ValueError(
+            "weight_codec keeps codes on the device beside main weights, and offload_policy keeps "
+            "shards on the host: use one of the two"
         )
-    if not gathers:
+    if not all(strategy.gathers for strategy in settings.strategies.values()):
         raise ValueError(
             "offload_policy=CPUOffloadPolicy() keeps weights on the host, and this strategy keeps "
             "them whole on the device: use zero_dp_strategy=3"
@@ -77,7 +60,6 @@ def resolve_offload(
                 "full_tensor() could not reach them: start the world with init_distributed(), or "
                 'backend="cpu:gloo,cuda:nccl"'
             )
-    return Offload(pinned=policy.pin_memory and device.type == "cuda")
 
 
 class SideStream:

@@ -1,35 +1,84 @@
 """`fsdp_double_buffer=True`: units that never live together share slots, planned after one step.
 
-See Note [Slots] in `lamina.buffers.pool.slots` for what they are. What an engine has to do for them
-is here: bring a unit back to the slot in which autograd saved views of its weights, empty a slot
-that somebody sits in without need, and plan slots once a whole step was seen.
+Note [Slots of units]
+    By default a unit's storage is its own, and is resized: its bytes come with each gather and go
+    with each release, at an address that never changes. A slot is fixed memory that several units
+    share. Who lives with whom is known after one whole step only, so the first step runs with
+    storage of each unit's own, and is observed; then slots are planned, and parameters become views
+    of them. A later step in another order finds a slot taken: whoever sits there without need makes
+    room. What autograd has saved are views of one slot, so a unit comes back for its backward to
+    where its forward was (its epoch). See Note [Slots] in `lamina.buffers.pool.slots` for the plan.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import torch
+from torch.distributed import ProcessGroup
 
 from lamina.buffers import StaleStorageError, StoragePool
-from lamina.ddp.engine import Unit
-from lamina.fsdp.settings.hardware_limits import SlotMemory
+from lamina.collectives import register_pool
+from lamina.collectives.engine import RegisteredPool
+from lamina.ddp.engine import UnavailableError, Unit, registration_refusal
+from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.weights.sharded import ShardedWeights
 
-__all__ = ["UnitSlots"]
+__all__ = ["UnitSlots", "refuse_unavailable"]
+
+
+def refuse_unavailable(
+    settings: ShardingSettings, groups: Sequence[ProcessGroup | None], device: torch.device
+) -> None:
+    """Raise UnavailableError for what slots need and this hardware, or build of torch, lacks.
+
+    `groups` gather; None is an axis of one rank. ValueError refuses registered memory that is not
+    fixed.
+    """
+    if settings.cuda_graph_mode and device.type != "cuda":
+        raise UnavailableError(
+            f"cuda_graph_mode=True: the model is on {device}, and only CUDA has graphs"
+        )
+    if settings.nccl_ub:
+        symmetric = not settings.disable_symmetric_registration
+        refusal = registration_refusal(groups, device, symmetric=symmetric)
+        if refusal is not None:
+            raise UnavailableError(refusal)
+        if not settings.fsdp_double_buffer:
+            raise ValueError(
+                "nccl_ub=True registers the fixed buffers of fsdp_double_buffer=True, which is "
+                "off: turn it on (memory that comes and goes cannot stay registered)"
+            )
 
 
 class UnitSlots:
-    """The slots of one model's units, in one pool.
+    """The slots of one model's units, in a pool of their own.
 
-    With `fixed_addresses` no unit ever moves once slots are planned: CUDA graphs hold addresses.
-    `memory` is what the slots lie in, if it is registered.
+    `groups` gather into it. With `cuda_graph_mode` no unit ever moves once slots are planned,
+    because graphs hold addresses; with `nccl_ub` slots lie in memory that NCCL has registered.
     """
 
     def __init__(
-        self, pool: StoragePool, *, fixed_addresses: bool = False, memory: SlotMemory | None = None
+        self,
+        settings: ShardingSettings,
+        groups: Sequence[ProcessGroup | None],
+        device: torch.device,
     ) -> None:
-        self._pool = pool
-        self._memory = memory
+        self.pool = StoragePool(
+            device,
+            mode="slots",
+            poison=settings.check_storage,
+            slot_context=self._register if settings.nccl_ub else None,
+        )
+        self._settings = settings
+        self._groups = tuple(dict.fromkeys(group for group in groups if group is not None))
         self._planned = False
-        self._fixed_addresses = fixed_addresses
+        self._registered: list[RegisteredPool] = []
+
+    def _register(self) -> AbstractContextManager[object]:
+        """Entered around the allocation of all slots: registers them at the end (collective)."""
+        symmetric = not self._settings.disable_symmetric_registration
+        self._registered.append(register_pool(self._groups, self.pool.device, symmetric=symmetric))
+        return self._registered[-1]
 
     def start(self, unit: Unit, units: Sequence[Unit]) -> None:
         """Begin a unit's gathers; whoever of `units` sits in its slot without need makes room.
@@ -53,9 +102,9 @@ class UnitSlots:
                 ) from error
 
     def close(self) -> None:
-        """Let go of registered memory before the process group is destroyed."""
-        if self._memory is not None:
-            self._memory.close()
+        """Let go of registered memory, on all ranks, before the process group is destroyed."""
+        while self._registered:
+            self._registered.pop().close()
 
     # -- where autograd saved views -----------------------------------------------------------
 
@@ -93,7 +142,7 @@ class UnitSlots:
         """A whole step was observed: units that never live together share slots from now on."""
         if not self._planned:
             self._planned = True
-            self._pool.plan_slots(dedicated=True)
+            self.pool.plan_slots(dedicated=True)
             self._follow_storage(units)
 
     @contextmanager
@@ -101,7 +150,7 @@ class UnitSlots:
         """All units may be whole in here, as in no step: nothing is planned for this."""
         with ExitStack() as stack:
             stack.callback(self._follow_storage, units)  # last of all: some go back to their slots
-            stack.enter_context(self._pool.out_of_turn())
+            stack.enter_context(self.pool.out_of_turn())
             for unit in units:
                 for weights in _sharded(unit):
                     stack.enter_context(weights.moving())
@@ -111,7 +160,7 @@ class UnitSlots:
         """The pool may have moved weights: make parameters views of where they are."""
         for unit in units:
             for weights in _sharded(unit):
-                weights.follow(fixed=self._planned and self._fixed_addresses)
+                weights.follow(fixed=self._planned and self._settings.cuda_graph_mode)
 
 
 def _sharded(unit: Unit) -> Iterator[ShardedWeights]:

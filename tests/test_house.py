@@ -394,7 +394,6 @@ EXCEPTIONS: dict[str, list[str]] = {
         "ddp/optimizer/flat_step.py: run.spread",
         "ddp/optimizer/sharded_optimizer.py: self._borrowed.paused",
         "fsdp/check.py: parser.formatter_class",  # argparse has no other way for a subparser
-        "fsdp/weights/offloaded.py: self._inner.main",
     ],
 }
 

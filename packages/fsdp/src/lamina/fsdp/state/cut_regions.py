@@ -4,7 +4,7 @@ A tp rank's parameter is a region of the model's. `state_dict()` says which (`Te
 `torch.distributed.checkpoint` writes and reads the model's tensor, and loads take the region back.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -45,22 +45,23 @@ class TensorRegions:
     """
 
     def __init__(self, groups: Iterable[ParameterGroup], axes: ModelAxes) -> None:
-        self._found: dict[int, tuple[torch.Tensor, TensorRegion]] = {}
+        # With the parameter itself, whose `id` another one could have when it is gone.
+        self._regions: dict[int, tuple[torch.Tensor, TensorRegion]] = {}
         for group in groups:
             for ref, spec, main in zip(
                 group.refs, group.layout.specs, group.main_parameters, strict=True
             ):
                 region = _region_of(ref, spec.shape, axes)
                 if region is not None:
-                    self._found[id(main)] = main, region
+                    self._regions[id(main)] = main, region
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._regions)
 
     def of(self, parameter: torch.Tensor) -> TensorRegion | None:
         """The region that a main parameter is; None for a whole one."""
-        found, region = self._found.get(id(parameter), (None, None))
-        return region if found is parameter else None
+        known, region = self._regions.get(id(parameter), (None, None))
+        return region if known is parameter else None
 
     def as_part(self, parameter: torch.Tensor, value: Any) -> Any:
         """A tensor of a main parameter's shape, as the part of the model's tensor that it is."""
@@ -75,13 +76,10 @@ class TensorRegions:
         if isinstance(value, TensorPart):
             return value.tensor()
         region = self.of(parameter)
-        if (
-            region is None
-            or not isinstance(value, torch.Tensor)
-            or isinstance(value, ShardedTensor)
-            or tuple(value.shape) != region.shape
-        ):
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
+        if region is None or not plain or tuple(value.shape) != region.shape:
             return value
+        # A plain tensor of the whole's shape: somebody loads what another system has saved.
         with torch.no_grad():
             part = TensorPart(torch.empty_like(parameter.detach(), dtype=value.dtype), region)
             return part.copy_(value).tensor()  # type: ignore[attr-defined]
@@ -93,18 +91,17 @@ def show_parts(module: nn.Module, regions: TensorRegions) -> None:
     if not regions:
         return
 
-    def after(held: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for key, parameter in _named(held, prefix):
-            if key in state:
-                state[key] = regions.as_part(parameter, state[key])
+    def changing(change: Callable[[torch.Tensor, Any], Any]) -> Callable[..., None]:
+        def hook(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            for name, parameter in owner.named_parameters(remove_duplicate=False):
+                if (key := prefix + name) in state:
+                    state[key] = change(parameter, state[key])
 
-    def before(held: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for key, parameter in _named(held, prefix):
-            if key in state:
-                state[key] = regions.taken(parameter, state[key])
+        return hook
 
-    module.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+    save, load = changing(regions.as_part), changing(regions.taken)
+    module.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
 
 
 def refuse_parts(module: nn.Module, axes: ModelAxes) -> None:
@@ -142,12 +139,8 @@ def refuse_looking_at_part(optimizer: Optimizer, name: str, *parameters: torch.T
 
 def regions_of(module: nn.Module) -> tuple[TensorRegions, ...]:
     """What `show_parts` was given for a module and those inside it."""
-    held = (child.__dict__.get(_REGIONS) for child in module.modules())
-    return tuple(dict.fromkeys(regions for regions in held if regions))
-
-
-def _named(module: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
-    return [(prefix + n, p) for n, p in module.named_parameters(remove_duplicate=False)]
+    shown = (child.__dict__.get(_REGIONS) for child in module.modules())
+    return tuple(dict.fromkeys(regions for regions in shown if regions))
 
 
 def _region_of(ref: ParameterRef, shape: tuple[int, ...], axes: ModelAxes) -> TensorRegion | None:

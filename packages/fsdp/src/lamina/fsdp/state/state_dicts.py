@@ -94,25 +94,29 @@ def prepare_optimizer_state(
     of the `regions` is cut alike.
     """
 
-    def after(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def after(owner: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if whole or _asked_for_whole():
             return {**state, "state": _whole_tree(state["state"])}
-        if type(held) not in _REGULAR:
-            _warn_of_missing(held, state["state"])
+        if type(owner) not in _REGULAR:
+            _warn_of_missing(owner, state["state"])
             return state
-        return {**state, "state": _completed(held, state["state"])}
+        return {**state, "state": _completed(owner, state["state"])}
 
-    def as_parts(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return _mapped(held, state, regions, TensorRegions.as_part)
+    def as_parts(owner: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        for each in regions:
+            state = _mapped(owner, state, each.as_part)
+        return state
 
-    def as_tensors(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return _mapped(held, state, regions, TensorRegions.taken)
+    def as_tensors(owner: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        for each in regions:
+            state = _mapped(owner, state, each.taken)
+        return state
 
     optimizer.register_state_dict_post_hook(after)
     if regions and not whole:
         optimizer.register_state_dict_post_hook(as_parts)
-    if regions:
-        optimizer.register_load_state_dict_pre_hook(as_tensors)
+    # First this rank's region of the model's tensor, then its span of that region.
+    optimizer.register_load_state_dict_pre_hook(as_tensors)
     optimizer.register_load_state_dict_pre_hook(_cut_whole)
 
 
@@ -142,12 +146,10 @@ def _whole_tree(tree: Any) -> Any:
 
 def _completed(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
     result = dict(state)
-    index = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if index not in result and parameter.requires_grad:
-                result[index] = _unstepped(optimizer, group, parameter)
-            index += 1
+    pairs = ((group, p) for group in optimizer.param_groups for p in group["params"])
+    for index, (group, parameter) in enumerate(pairs):
+        if index not in result and parameter.requires_grad:
+            result[index] = _unstepped(optimizer, group, parameter)
     return result
 
 
@@ -155,6 +157,7 @@ def _unstepped(
     optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
     """State that the optimizer would make for a parameter, as a tiny other one makes it."""
+    # Made by the class itself, so that what it keeps, and from what values, is not written here too.
     tiny = nn.Parameter(torch.zeros(2, 2, dtype=parameter.dtype, device=parameter.device))
     tiny.grad = torch.zeros_like(tiny)
     settings = {key: value for key, value in group.items() if key != "params"}
@@ -194,18 +197,18 @@ def _constructor(optimizer: Optimizer) -> dict[str, Any]:
 def _mapped(
     optimizer: Optimizer,
     state: dict[str, Any],
-    regions: Sequence[TensorRegions],
-    change: Callable[[TensorRegions, torch.Tensor, Any], Any],
+    change: Callable[[torch.Tensor, Any], Any],
 ) -> dict[str, Any]:
-    """A state dictionary with the state of parameters that are regions changed."""
-    mapped = dict(state["state"])
-    for key, parameter in _keyed(optimizer, state).items():
-        for one in regions:
-            if key in mapped and one.of(parameter) is not None:
-                mapped[key] = {
-                    name: value if name == "step" else change(one, parameter, value)
-                    for name, value in mapped[key].items()
-                }
+    """A state dictionary with `change(parameter, value)` of all state but step counts."""
+    # By what the dictionary calls parameters: numbers, or names in torch's generic functions.
+    keys = (key for group in state["param_groups"] for key in group["params"])
+    parameters = dict(zip(keys, _parameters(optimizer), strict=False))
+    mapped = {
+        key: {n: v if n == "step" else change(parameters[key], v) for n, v in values.items()}
+        if key in parameters
+        else values
+        for key, values in state["state"].items()
+    }
     return {**state, "state": mapped}
 
 
@@ -213,32 +216,14 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _keyed(optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, torch.Tensor]:
-    """The optimizer's parameters by what a state dictionary calls them: numbers, or names."""
-    keys = (key for group in state["param_groups"] for key in group["params"])
-    return dict(zip(keys, _parameters(optimizer), strict=False))
-
-
 def _cut_whole(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Whole tensors of a state dictionary as this rank's part of them."""
-    parameters = _keyed(optimizer, state)
-    cut = {
-        key: {name: _like(name, one, parameters[key]) for name, one in value.items()}
-        if key in parameters
-        else value
-        for key, value in state["state"].items()
-    }
-    return {**state, "state": cut}
+    return _mapped(optimizer, state, _cut_like)
 
 
-def _like(name: str, value: Any, parameter: torch.Tensor) -> Any:
-    if (
-        not isinstance(value, torch.Tensor)
-        or isinstance(value, ShardedTensor)
-        or not isinstance(parameter, ShardedTensor)
-        or value.shape != parameter.shape
-        or name == "step"
-    ):
+def _cut_like(parameter: torch.Tensor, value: Any) -> Any:
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
+    if not plain or not isinstance(parameter, ShardedTensor) or value.shape != parameter.shape:
         return value
     with torch.no_grad():
         return torch.empty_like(parameter, dtype=value.dtype).copy_(value)

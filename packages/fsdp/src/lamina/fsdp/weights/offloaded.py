@@ -7,8 +7,9 @@ host's main grads. Both run on streams of their own, beside the compute.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,6 @@ from lamina.ddp.engine import (
     GradientState,
     RankSum,
     Reduction,
-    ScratchBuffers,
     UnavailableError,
 )
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
@@ -77,14 +77,9 @@ class SideStream:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    @contextmanager
-    def use(self) -> Iterator[None]:
+    def use(self) -> AbstractContextManager[object]:
         """Queue work here."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
         """An event after what was queued here; None where work is done once it is called."""
@@ -104,7 +99,7 @@ class OffloadedWeights(ShardedWeights):
         axis, first = self.axes.inner, self.local.range[0]
         size = whole.numel() // (axis.size if cut else 1)
         start = axis.rank * size if cut else 0
-        if self._side is None:
+        if self._side is None:  # at the first gather: a stream belongs to a device
             self._side = SideStream(whole.device)
         # The place may be one that a unit before has just left: its last use is queued already.
         self._side.follow()
@@ -114,6 +109,7 @@ class OffloadedWeights(ShardedWeights):
             self._copied = self._side.mark()
             if cut:
                 return all_gather_into(whole, own, axis.sibling("gather"), async_op=True)
+        # Nothing travels, so nobody waits for a handle: the compute waits for the copy here.
         if self._copied is not None:
             self._copied.wait()
         return None
@@ -138,8 +134,11 @@ class OffloadedSum(RankSum):
     ) -> None:
         super().__init__(main, *state)
         self.device = device
-        self._described = FlatBuffer(main.layout, main.placement, main.dtype, "meta", main.axes)
-        self._inner = make(self._described, *state)
+        # What the device has of main grads: memory from a reduction's start to its copy's end.
+        self._staging = FlatBuffer(
+            main.layout, main.placement, main.dtype, device, main.axes, lazy=True
+        )
+        self._inner = make(self._staging, *state)
         self.adds_to_final = self._inner.adds_to_final
         self.sums_in_main = self._inner.sums_in_main
         # Two, because two reductions may be under way: the first one's copy to the host must not
@@ -148,12 +147,7 @@ class OffloadedSum(RankSum):
 
     def run(self, wire: torch.Tensor, before: GradientState, final: bool) -> Iterator[Handle]:
         """As the sum inside; main grads are on the host when the generator has ended."""
-        kept = self.main.data
-        staging = self.scratch.take(kept.numel(), kept.dtype, self.device)
-        main = self.main
-        self._inner.main = FlatBuffer(
-            main.layout, main.placement, main.dtype, self.device, main.axes, storage=staging
-        )
+        kept, staging = self.main.data, self._staging.data
         side = self._sides[0]
         self._sides.reverse()
         side.follow()
@@ -162,6 +156,7 @@ class OffloadedSum(RankSum):
                 staging.copy_(kept, non_blocking=True)
             steps = self._inner.run(wire, before, final)
             handle = next(steps, None)
+        # Who waits for a handle lets the side stream wait, and what comes next is queued there.
         while handle is not None:
             yield cast(Handle, _Beside(handle, side))
             with side.use():
@@ -169,10 +164,10 @@ class OffloadedSum(RankSum):
         with side.use():
             kept.copy_(staging, non_blocking=True)
             done = side.mark()
+        # The optimizer steps on the host, which no stream orders: the host itself has to wait.
         if done is not None:
             done.synchronize()
-        self._inner.main = self._described  # or the device would keep the staging for good
-        self.scratch.give(staging)
+        self._staging.release()
 
     def skip(self, final: bool) -> None:
         """As the sum inside."""
@@ -201,10 +196,4 @@ class _Beside:
 
 def offloaded(reduction: Reduction, device: torch.device) -> Reduction:
     """The same reduction for main grads on the host."""
-
-    def make(
-        main: FlatBuffer, axes: DataParallelAxes, scale: float | None, scratch: ScratchBuffers
-    ) -> RankSum:
-        return OffloadedSum(reduction.make, device, main, axes, scale, scratch)
-
-    return replace(reduction, make=make)
+    return replace(reduction, make=partial(OffloadedSum, reduction.make, device))

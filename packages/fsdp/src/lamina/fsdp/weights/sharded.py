@@ -109,9 +109,11 @@ class ShardedWeights(Weights):
 
         StaleStorageError says that another live unit has the storage that autograd knows.
         """
+        # Views that autograd or a graph of CUDA holds are right in one storage alone.
         wanted = self.epoch if self._fixed else self._saved_epoch
         if self._pool.acquire(self.key, epoch=wanted) is not self.full:
             self.follow()
+        # Not `full`, of which autograd has saved views: a write there would count as a change.
         if self._destination is None:
             self._destination = self._pool.destination(self.key)
         return self._destination
@@ -134,6 +136,7 @@ class ShardedWeights(Weights):
 
     def _gather(self) -> Handle | None:
         whole, own = self.acquire(), self.local.data
+        # In another dtype: cast to where the gather reads it, see Note [Gathers cast main weights].
         if own.dtype != whole.dtype:
             own = whole[slice(*self.local.range)].copy_(own)
         return self._gather_over_inner(whole, own)
@@ -145,7 +148,7 @@ class ShardedWeights(Weights):
         """Give the whole weights' storage back to the pool."""
         if self.state not in LIVE:
             return
-        self._leave()
+        self._leave()  # first of all: a gather that is under way would write into memory that goes
         self._pool.release(self.key)
         for parameter in self._named:
             parameter.__class__ = self._released_class
@@ -164,35 +167,27 @@ class _Released(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = func.__name__
-        view = known == "__get__" and func.__self__.__name__ in _VIEWS
-        if view or known not in _DESCRIBING:
-            for one in tensors_in((args, kwargs)):
-                if isinstance(one, _Released):
-                    raise StaleStorageError(_released(one.names[id(one)]))
+        # All attributes are read by one function (`__get__`), and some of them are the memory.
+        view = func.__name__ == "__get__" and func.__self__.__name__ in _VIEWS
+        if view or func.__name__ not in _DESCRIBING:
+            for tensor in tensors_in((args, kwargs)):
+                if isinstance(tensor, _Released):
+                    raise StaleStorageError(_released(tensor.names[id(tensor)]))
         call: Any = super().__torch_function__
         return call(func, types, args, kwargs or {})
 
 
 _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes through which a tensor's memory can be read."""
-_DESCRIBING = {
-    *(
-        "__get__",
-        "__set__",
-        "__hash__",
-        "__len__",
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-    ),
-    *("stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point"),
-    *("is_complex", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
-    *("untyped_storage", "view_as", "expand_as"),  # autograd finds a leaf's node through a view
-}
-"""What may be asked of a released parameter: nothing of it reads memory."""
+_DESCRIBING = frozenset(
+    """
+    __get__ __set__ __hash__ __len__ size dim ndimension numel nelement stride storage_offset
+    element_size is_contiguous is_floating_point is_complex requires_grad_ register_hook
+    register_post_accumulate_grad_hook untyped_storage view_as expand_as
+    """.split()
+)
+"""What may be asked of a released parameter, as it reads no memory: autograd finds the node of a
+leaf through a view (`view_as`, `expand_as`)."""
 
 
 def _released(what: str) -> str:
@@ -231,11 +226,11 @@ class EncodedWeights(ShardedWeights):
                 "use a divisor of 128"
             )
         self._codec = codec
-        held, device = local.data.numel(), local.device
-        self._codes = torch.empty(held, dtype=codec.dtype, device=device)
-        self._side = torch.empty(held // codec.block, dtype=codec.side_dtype, device=device)
-        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._side_handle: Handle | None = None
+        size, device = local.data.numel(), local.device
+        self._codes = torch.empty(size, dtype=codec.dtype, device=device)
+        self._side = torch.empty(size // codec.block, dtype=codec.side_dtype, device=device)
+        # Codes and side data of the whole unit, and what waits for the latter.
+        self._arriving: tuple[torch.Tensor, torch.Tensor, Handle] | None = None
         self._encode()
 
     @property
@@ -243,11 +238,11 @@ class EncodedWeights(ShardedWeights):
         """Bytes of codes and side data."""
         return (self._codes.nbytes + self._side.nbytes) * self.axes.inner.size
 
+    @torch.no_grad()
     def _encode(self) -> None:
-        with torch.no_grad():
-            weights = self.local.data.to(self.full.dtype)
-            blocks = (-1, self._codec.block)
-            self._codec.encode(weights.view(blocks), self._codes.view(blocks), self._side)
+        blocks = (-1, self._codec.block)
+        weights = self.local.data.to(self.full.dtype).view(blocks)
+        self._codec.encode(weights, self._codes.view(blocks), self._side)
 
     def _install(self) -> None:
         super()._install()
@@ -258,21 +253,19 @@ class EncodedWeights(ShardedWeights):
         size, group = self.local.layout.size, self.axes.inner.sibling("gather")
         codes = self._codes.new_empty(size)
         side = self._side.new_empty(size // self._codec.block)
-        self._gathered = (codes, side)
+        # Codes first, on every rank: both travel over one communicator.
         handle = all_gather_into(codes, self._codes, group, async_op=True)
-        self._side_handle = all_gather_into(side, self._side, group, async_op=True)
+        sides = all_gather_into(side, self._side, group, async_op=True)
+        self._arriving = (codes, side, sides)
         return handle
 
+    @torch.no_grad()
     def wait(self) -> None:
         """Wait for codes and side data, and decode them where the parameters are."""
-        if self.state not in COMING:
-            return
         super().wait()
-        if self._side_handle is not None:
-            self._side_handle.wait()
-        if self._gathered is not None:
-            codes, side = self._gathered
+        if self._arriving is not None:  # none, if nobody has begun a gather since
+            codes, side, handle = self._arriving
+            handle.wait()
             blocks = (-1, self._codec.block)
-            with torch.no_grad():
-                self._codec.decode(codes.view(blocks), side, self.acquire().view(blocks))
-        self._gathered = self._side_handle = None
+            self._codec.decode(codes.view(blocks), side, self.acquire().view(blocks))
+            self._arriving = None

@@ -175,3 +175,14 @@ def test_weights_of_other_strides_are_refused_by_torch_and_not_by_a_broadcast(ra
     mesh = ParallelLayout().build("cpu")
     with pytest.raises(NotImplementedError, match="non-contiguous parameters"):
         TorchFullyShardedDataParallel(model, TorchFullyShardedDataParallelConfig(), mesh)
+
+
+@pytest.mark.ranks(2)
+def test_a_mesh_without_names_shards_all_the_same_or_is_refused(ranks):
+    """FSDP2 takes each rank's own values for equal: without names nobody would have sent them."""
+    model = TorchFullyShardedDataParallel(
+        build(3 + ranks.rank), Config(), init_device_mesh("cpu", (2,))
+    )
+    assert_near(full_parameters(model), {n: p.detach() for n, p in build().named_parameters()})
+    with pytest.raises(ValueError, match="mesh_dim_names"):
+        TorchFullyShardedDataParallel(build(), Config(), init_device_mesh("cpu", (2, 1)))

@@ -10,10 +10,10 @@ or parameter that differs is named, with its step and rank.
 
 import argparse
 import copy
-import importlib
+import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,17 +79,8 @@ def check_model(
     model, loss, batch = build()
     alone = _copy_of_first(model, axis)
     sharded = fully_shard(model, **settings)
-    steppers = [
-        torch.optim.SGD(one.parameters(), lr=0.01, momentum=0.9) for one in (sharded, alone)
-    ]
-    buffers = [{n: b.clone() for n, b in alone.named_buffers()} for _ in axis.ranks]
-    for step in range(steps):
-        found = _losses(sharded, loss, batch, step, axis)
-        wanted = _train_alone(alone, loss, batch, step, buffers)
-        difference = _compare(sharded, alone, step, tolerance, found, wanted, steppers)
-        if difference is not None:
-            return difference
-    return None
+    # All ranks compare the same whole values, so all of them stop at the same difference.
+    return next(_train_both(sharded, alone, loss, batch, axis, steps, tolerance), None)
 
 
 def _copy_of_first(model: nn.Module, axis: MeshAxis) -> nn.Module:
@@ -100,6 +91,40 @@ def _copy_of_first(model: nn.Module, axis: MeshAxis) -> nn.Module:
     for tensor in (*alone.parameters(), *alone.buffers()):
         broadcast(tensor.detach(), axis.group, src=0).wait()
     return alone
+
+
+def _train_both(
+    sharded: ShardedModule,
+    alone: nn.Module,
+    loss: Any,
+    batch: Any,
+    axis: MeshAxis,
+    steps: int,
+    tolerance: float,
+) -> Iterator[Difference]:
+    """Train the sharded model and the one alone, and yield what differs, in the order of a step."""
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (sharded, alone)
+    ]
+    buffers = [{n: b.clone() for n, b in alone.named_buffers()} for _ in axis.ranks]
+    for step in range(steps):
+        losses = _losses(sharded, loss, batch, step, axis)
+        expected = _train_alone(alone, loss, batch, step, buffers)
+        limit = tolerance * max(float(expected.abs().max()), 1e-3)
+        for rank, worst in enumerate((losses - expected).abs().tolist()):
+            if not worst <= limit:  # NaN differs too
+                yield Difference(step, rank, "loss", worst, limit)
+        gradients = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+        largest = (float(g.abs().max()) for g in gradients.values() if g.numel())
+        floor = 1e-3 * max(largest, default=0.0)
+        both = full_gradients(sharded), gradients
+        yield from _differences(sharded, step, "gradient of", *both, tolerance, floor)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        parameters = {name: p.detach() for name, p in alone.named_parameters()}
+        both = full_parameters(sharded), parameters
+        yield from _differences(sharded, step, "parameter", *both, tolerance, 1e-3)
 
 
 def _losses(
@@ -122,70 +147,41 @@ def _train_alone(
     step: int,
     buffers: Sequence[dict[str, torch.Tensor]],
 ) -> torch.Tensor:
-    """All ranks' backwards in plain PyTorch; gradients are their mean."""
+    """All ranks' backwards in plain PyTorch; gradients are their mean, `buffers` each rank's."""
     losses = []
-    for rank, held in enumerate(buffers):
+    for rank, kept in enumerate(buffers):
         for name, buffer in alone.named_buffers():
-            buffer.copy_(held[name])
+            buffer.copy_(kept[name])
         torch.manual_seed(_seed(step, rank))
         value = loss(alone, batch(step, rank))
         (value / len(buffers)).backward()
         losses.append(value.detach().double())
         for name, buffer in alone.named_buffers():
-            held[name].copy_(buffer)
+            kept[name].copy_(buffer)
     return torch.stack(losses)
 
 
-def _compare(
-    sharded: ShardedModule,
-    alone: nn.Module,
-    step: int,
-    tolerance: float,
-    found: torch.Tensor,
-    wanted: torch.Tensor,
-    steppers: Sequence[torch.optim.Optimizer],
-) -> Difference | None:
-    limit = tolerance * max(float(wanted.abs().max()), 1e-3)
-    for rank, worst in enumerate((found - wanted).abs().tolist()):
-        if not worst <= limit:
-            return Difference(step, rank, "loss", worst, limit)
-    gradients = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-    floor = 1e-3 * max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
-    difference = _first_of(
-        sharded, step, "gradient of", full_gradients(sharded), gradients, tolerance, floor
-    )
-    if difference is not None:
-        return difference
-    for stepper in steppers:
-        stepper.step()
-        stepper.zero_grad()
-    parameters = {name: p.detach() for name, p in alone.named_parameters()}
-    return _first_of(
-        sharded, step, "parameter", full_parameters(sharded), parameters, tolerance, 1e-3
-    )
-
-
-def _first_of(
+def _differences(
     sharded: ShardedModule,
     step: int,
     kind: str,
-    found: dict[str, torch.Tensor],
-    wanted: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
     tolerance: float,
     floor: float,
-) -> Difference | None:
-    for name in [*wanted, *(name for name in found if name not in wanted)]:
-        if (name in found) is not (name in wanted):
-            return Difference(step, 0, f"{kind} {name} (one side has none)", float("inf"), 0.0)
-        off = (found[name].double() - wanted[name].double()).abs().reshape(-1)
+) -> Iterator[Difference]:
+    for name in dict.fromkeys([*expected, *tensors]):
+        if (name in tensors) is not (name in expected):
+            yield Difference(step, 0, f"{kind} {name} (one side has none)", float("inf"), 0.0)
+            continue
+        off = (tensors[name].double() - expected[name].double()).abs().reshape(-1)
         if not off.numel():
             continue
         worst = float(off.max())
-        limit = tolerance * max(float(wanted[name].abs().max()), floor)
-        if not worst <= limit:  # NaN differs too
+        limit = tolerance * max(float(expected[name].abs().max()), floor)
+        if not worst <= limit:
             rank = _holder(sharded, name, int(off.nan_to_num(torch.inf).argmax()))
-            return Difference(step, rank, f"{kind} {name}", worst, limit)
-    return None
+            yield Difference(step, rank, f"{kind} {name}", worst, limit)
 
 
 def _holder(sharded: ShardedModule, name: str, element: int) -> int:
@@ -235,15 +231,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _imported(path: str) -> Build:
-    module, _, name = path.partition(":")
     try:
-        found: Build = getattr(importlib.import_module(module), name)
+        build: Build = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise SystemExit(
             f"{path!r} cannot be imported ({error}): give module:function, with the module on "
             "PYTHONPATH or in this directory"
         ) from error
-    return found
+    return build
 
 
 if __name__ == "__main__":

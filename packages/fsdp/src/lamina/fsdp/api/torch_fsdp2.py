@@ -4,23 +4,21 @@ For comparing engines on one job, and for those who want torch's. Its gradients 
 backend in the backend's order, so law 2 does not hold here.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lamina.collectives.engine import broadcast
 from lamina.ddp import DataParallel, MemoryPlan
 from lamina.ddp.engine import (
     BufferPolicy,
-    DataParallelAxes,
     ModuleBuffers,
     ParameterGroup,
     collect_parameters,
@@ -35,7 +33,7 @@ from lamina.mesh.engine import (
     MODEL_AXES,
     check_fields,
     ends_with_groups,
-    mesh_axis,
+    named_mesh,
     require_overlap,
 )
 
@@ -105,47 +103,43 @@ class TorchFullyShardedDataParallel(DataParallel):
         sub_modules_to_wrap: Sequence[type[nn.Module] | str] | None = None,
     ) -> None:
         super().__init__()
-        self._module_buffers: ModuleBuffers | None = None
         require_overlap("TorchFullyShardedDataParallel")
         refuse_wrapped("TorchFullyShardedDataParallel", module)
         _refuse_roles(module)
         self.config = config
         device_mesh = _mesh_for_torch(mesh)
-        axes = _axes(device_mesh)
-        if axes is not None:  # compare over ranks what torch's FSDP2 takes for equal
-            refs = collect_parameters(module)
-            require_same_model(type(self).__name__, refs, axes, None, config)
-            self._module_buffers = ModuleBuffers(config.broadcast_buffers, axes, None)
-            self._module_buffers.start(module, module.modules())
-        _take_first_ranks_values(module, device_mesh)
-        settings: dict[str, Any] = {
-            "mesh": device_mesh,
-            "reshard_after_forward": config.reshard_after_forward,
-        }
-        if config.mp_policy is not None:
-            settings["mp_policy"] = config.mp_policy
+        *outer, inner = device_mesh.mesh_dim_names or ()
+        self._axes = axes = data_parallel_axes(device_mesh, inner, outer)
+        # torch's FSDP2 takes for equal what ranks have built: compare it, and send what it never
+        # sends. It cuts each rank's own values, so ranks seeded differently would train a mixture.
+        require_same_model(type(self).__name__, collect_parameters(module), axes, None, config)
+        self._module_buffers = ModuleBuffers(config.broadcast_buffers, axes, None)
+        self._module_buffers.start(module, module.modules())
+        for axis in (axes.inner, axes.outer):
+            for parameter in module.parameters():
+                sent = parameter.detach().contiguous()  # itself, unless it has other strides
+                broadcast(sent, axis.group, src=0).wait()
+                parameter.detach().copy_(sent)
         # Innermost first: each call takes what is left of its module's parameters.
         plans = plan_units(module, sub_modules_to_wrap)
         self._unit_bytes = [sum(ref.parameter.nbytes for ref in plan.refs) for plan in plans]
         for plan in reversed(plans):
-            fully_shard(plan.module, **settings)
+            fully_shard(
+                plan.module,
+                mesh=device_mesh,
+                reshard_after_forward=config.reshard_after_forward,
+                mp_policy=config.mp_policy or MixedPrecisionPolicy(),
+            )
         ends_with_groups(module, forget_groups)
         self.module = module
         self._syncs = True
         self._unsummed = False
 
-    @property
-    def _root(self) -> FSDPModule:
-        if not isinstance(self.module, FSDPModule):
-            raise TypeError(f"{type(self.module).__name__} has lost its FSDP2 class")
-        return self.module
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
         if torch.is_grad_enabled():
             self._unsummed = not self._syncs
-        if self._module_buffers is not None:
-            self._module_buffers.before_forward(self.module)
+        self._module_buffers.before_forward(self.module)
         return self.module(*args, **kwargs)
 
     def parameter_groups(self) -> Iterator[ParameterGroup]:
@@ -168,16 +162,15 @@ class TorchFullyShardedDataParallel(DataParallel):
         That is the output of one unit's gather beside the whole weights of two units, and the
         input and output of two reductions.
         """
-        held = list(self.module.parameters())
+        parameters = list(self.module.parameters())
         units = sorted(self._unit_bytes)[-2:]
-        ranks = max((_pieces(parameter) for parameter in held), default=1)
         return MemoryPlan(
-            weights=sum(_local_bytes(parameter) for parameter in held),
+            weights=sum(map(_local_bytes, parameters)),
             main_weights=0,
-            main_grads=sum(_local_bytes(p) for p in held if p.requires_grad),
+            main_grads=sum(_local_bytes(p) for p in parameters if p.requires_grad),
             local_grads=0,
             gathered=sum(units) + max(units, default=0),
-            in_flight=sum(size + size // ranks for size in units),
+            in_flight=sum(size + size // self._axes.inner.size for size in units),
             padding=0,
         )
 
@@ -185,12 +178,13 @@ class TorchFullyShardedDataParallel(DataParallel):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside are not the step's last microbatch: gradients stay whole and local."""
         before, self._syncs = self._syncs, False
-        self._root.set_requires_gradient_sync(False)
+        root = cast(FSDPModule, self.module)
+        root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             self._syncs = before
-            self._root.set_requires_gradient_sync(before)
+            root.set_requires_gradient_sync(before)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -234,10 +228,9 @@ class TorchFullyShardedDataParallel(DataParallel):
     def broadcast_params(self) -> None:
         """FSDP2's shards are the only copies, but for replicas along the outer dimension."""
         for parameter in self.module.parameters():
-            if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 2:
-                names = parameter.device_mesh.mesh_dim_names or ()
-                axis = mesh_axis(parameter.device_mesh, names[0])
-                broadcast(parameter.to_local().detach(), axis.group, src=0).wait()
+            if isinstance(parameter, DTensor):
+                local = parameter.to_local().detach()
+                broadcast(local, self._axes.outer.group, src=0).wait()
 
     def start_param_sync(self) -> None:
         """FSDP2 gathers in every forward what the optimizer wrote."""
@@ -259,16 +252,15 @@ def _local_bytes(tensor: torch.Tensor) -> int:
     return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
 
 
-def _pieces(tensor: torch.Tensor) -> int:
-    if not isinstance(tensor, DTensor):
-        return 1
-    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if placement.is_shard())
-
-
 def _mesh_for_torch(mesh: ParallelMesh | DeviceMesh) -> DeviceMesh:
     if not isinstance(mesh, ParallelMesh):
-        for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+        mesh = named_mesh(mesh)
+        if not mesh.mesh_dim_names:
+            raise ValueError(
+                f"the mesh of shape {tuple(mesh.shape)} has no names, which say what shards: make "
+                "it with mesh_dim_names=('dp_replicate', 'dp_shard')"
+            )
+        for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True):
             if name in MODEL_AXES and size > 1:
                 raise ValueError(
                     f"the {size} ranks along {name!r} hold different parts of the model, and "
@@ -304,19 +296,3 @@ def _refuse_roles(module: nn.Module) -> None:
                 f"{name} is on the meta device: give it values first (lamina.fsdp.fully_shard "
                 "materialises unit by unit)"
             )
-
-
-def _axes(mesh: DeviceMesh) -> DataParallelAxes | None:
-    """The data-parallel axes; None for a mesh whose dimensions have no names."""
-    names = mesh.mesh_dim_names or ()
-    return data_parallel_axes(mesh, names[-1], names[:-1]) if names else None
-
-
-def _take_first_ranks_values(module: nn.Module, mesh: DeviceMesh) -> None:
-    """FSDP2 cuts each rank's own values: ranks seeded differently would train a mixture."""
-    for name in reversed(mesh.mesh_dim_names or ()):
-        group = mesh_axis(mesh, name).group
-        for parameter in module.parameters():
-            sent = parameter.detach().contiguous()  # itself, unless it has other strides
-            broadcast(sent, group, src=0).wait()
-            parameter.detach().copy_(sent)

@@ -52,11 +52,17 @@ def resolve_meshes(
     if isinstance(mesh, DeviceMesh):
         check_dimensions(mesh, dense, {*_PARTS, *_names(settings.tp_dim)}, _REMEDY)
     expert = _expert_axes(mesh, settings, dense)
-    dense = _with_gather("fsdp_group_ag", settings.fsdp_group_ag, dense) or dense
-    expert = _with_gather("expt_fsdp_group_ag", settings.expt_fsdp_group_ag, expert)
     _check_hybrid("hybrid_fsdp_group", settings.hybrid_fsdp_group, dense)
-    _check_hybrid("hybrid_fsdp_expt_group", settings.hybrid_fsdp_expt_group, expert)
-    return dense, expert
+    dense = _with_gather("fsdp_group_ag", settings.fsdp_group_ag, dense)
+    if expert is not None:
+        _check_hybrid("hybrid_fsdp_expt_group", settings.hybrid_fsdp_expt_group, expert)
+        return dense, _with_gather("expt_fsdp_group_ag", settings.expt_fsdp_group_ag, expert)
+    for name in ("expt_fsdp_group_ag", "hybrid_fsdp_expt_group"):
+        if getattr(settings, name) is not None:
+            raise ValueError(
+                f"{name} is given, and the mesh has no expert axes: pass expt_device_mesh"
+            )
+    return dense, None
 
 
 _REMEDY = (
@@ -86,8 +92,7 @@ def model_axes(mesh: Mesh, settings: ShardingSettings) -> ModelAxes:
     """The tensor- and expert-parallel axes: `tp_dim`, or those named as a ParallelMesh has them."""
     expert = settings.expt_device_mesh or mesh
     tp = axis_if_there(mesh, settings.tp_dim or "tp")
-    found = axis_if_there(expert, "expert_tp"), axis_if_there(expert, "ep")
-    return ModelAxes(tp, *found)
+    return ModelAxes(tp, axis_if_there(expert, "expert_tp"), axis_if_there(expert, "ep"))
 
 
 def _check_tp(mesh: Mesh, settings: ShardingSettings, name: str) -> None:
@@ -151,14 +156,11 @@ def _expert_axes(
 
 
 def _with_gather(
-    argument: str, group: ProcessGroup | None, axes: DataParallelAxes | None
-) -> DataParallelAxes | None:
+    argument: str, group: ProcessGroup | None, axes: DataParallelAxes
+) -> DataParallelAxes:
+    """The same axes, whose gathers go over the caller's group."""
     if group is None:
         return axes
-    if axes is None:
-        raise ValueError(
-            f"{argument} is given, and the mesh has no expert axes: pass expt_device_mesh"
-        )
     members = tuple(dist.get_process_group_ranks(group))
     inner = axes.inner
     if members != inner.ranks:
@@ -179,14 +181,10 @@ def _names(given: Names | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given or ())
 
 
-def _check_hybrid(argument: str, group: ProcessGroup | None, axes: DataParallelAxes | None) -> None:
+def _check_hybrid(argument: str, group: ProcessGroup | None, axes: DataParallelAxes) -> None:
     """A group over both axes has to agree with them."""
     if group is None:
         return
-    if axes is None:
-        raise ValueError(
-            f"{argument} is given, and the mesh has no expert axes: pass expt_device_mesh"
-        )
     members = tuple(dist.get_process_group_ranks(group))
     mine = {*axes.outer.ranks, *axes.inner.ranks}
     if len(members) != axes.size or not mine <= set(members):

@@ -157,7 +157,7 @@ def _unstepped(
     optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
     """State that the optimizer would make for a parameter, as a tiny other one makes it."""
-    # Made by the class itself, so that what it keeps, and from what values, is not written here too.
+    # The class itself makes it, so that what it keeps is written nowhere else.
     tiny = nn.Parameter(torch.zeros(2, 2, dtype=parameter.dtype, device=parameter.device))
     tiny.grad = torch.zeros_like(tiny)
     settings = {key: value for key, value in group.items() if key != "params"}

@@ -185,7 +185,15 @@ def _refuse_left(
         names = [key for key, tensor in _held(module).items() if left(tensor)]
         if names:
             where = ".".join(part for part in (name, path) if part) or "the root"
-            raise ValueError(_uninitialised(module, where, names) + more)
+            why = "it has no reset_parameters()"
+            if _own_initialisation(module) is not None:
+                why = "its reset_parameters() left them alone"
+            raise ValueError(
+                f"{type(module).__name__} at {where} was built on the meta device and nothing gave "
+                f"{', '.join(names)} first values: {why}. Write them there (buffers too), or pass "
+                "init_module=function(module), which is called for every module of a unit; for a "
+                f"model of transformers, init_module=model._init_weights{more}"
+            )
 
 
 def refuse_uninitialised(root: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
@@ -205,20 +213,6 @@ def refuse_uninitialised(root: nn.Module, init: Callable[[nn.Module], None] | No
 def _held(module: nn.Module) -> dict[str, torch.Tensor]:
     tensors = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def _uninitialised(module: nn.Module, where: str, names: Sequence[str]) -> str:
-    why = (
-        "its reset_parameters() left them alone"
-        if _own_initialisation(module) is not None
-        else "it has no reset_parameters()"
-    )
-    return (
-        f"{type(module).__name__} at {where} was built on the meta device and nothing gave "
-        f"{', '.join(names)} first values: {why}. Write them there (buffers too), or pass "
-        "init_module=function(module), which is called for every module of a unit; for a "
-        "model of transformers, init_module=model._init_weights"
-    )
 
 
 def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:

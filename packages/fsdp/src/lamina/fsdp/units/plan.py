@@ -44,7 +44,8 @@ def resolve_unit_classes(units: Sequence[type[nn.Module] | str]) -> tuple[type[n
     that is not in a list, ValueError a string that names no module class.
     """
     if isinstance(units, (type, str)):
-        raise TypeError(f"fsdp_unit_modules={units!r} is no list: write [{_name(units)}]")
+        name = repr(units) if isinstance(units, str) else units.__name__
+        raise TypeError(f"fsdp_unit_modules={units!r} is no list: write [{name}]")
     return tuple(_import_class(unit) if isinstance(unit, str) else unit for unit in units)
 
 
@@ -78,7 +79,7 @@ def plan_units(
         for name, match in matches.items():
             refuse_container(name, match)
         names = list(matches)
-        if classes and not names:
+        if classes and not matches:
             wanted = ", ".join(c.__name__ for c in classes)
             present = sorted({type(m).__name__ for m in root.modules()})
             raise ValueError(
@@ -93,34 +94,25 @@ def plan_units(
     for ref in collect_parameters(root):
         holders = [module for reference, _ in ref.owners if (module := reference()) is not None]
         places = [path for module in holders for path in paths[id(module)]]
-        owned[_innermost(places, unit_names)].append(ref)
-    return _as_plans(root, owned, [name for name in unit_names if owned[name] or not name])
+        # The innermost unit around all of them: the root is around everything.
+        around = [name for name in unit_names if all(_is_within(path, name) for path in places)]
+        owned[max(around, key=len)].append(ref)
+    return _as_plans(root, owned)
 
 
-def _as_plans(
-    root: nn.Module, owned: Mapping[str, Sequence[ParameterRef]], names: Sequence[str]
-) -> list[UnitPlan]:
-    """A plan for each name, from the parameters that each unit owns."""
-    modules = {name: root.get_submodule(name) for name in names}
-
-    def inside(name: str) -> Iterator[nn.Module]:
-        for other, module in modules.items():
-            if other != name and (not name or other.startswith(name + ".")):
-                yield module
-
-    return [
-        UnitPlan(name, module, tuple(owned[name]), tuple(inside(name)))
-        for name, module in modules.items()
-    ]
+def _as_plans(root: nn.Module, owned: Mapping[str, Sequence[ParameterRef]]) -> list[UnitPlan]:
+    """A plan for the root and for each name that owns parameters, as registered."""
+    modules = {n: module for n, module in root.named_modules() if not n or owned.get(n)}
+    plans = []
+    for name, module in modules.items():
+        inside = (m for n, m in modules.items() if n != name and _is_within(n, name))
+        plans.append(UnitPlan(name, module, tuple(owned[name]), tuple(inside)))
+    return plans
 
 
-def _innermost(places: Sequence[str], unit_names: Sequence[str]) -> str:
-    enclosing = [
-        unit
-        for unit in unit_names
-        if all(not unit or place == unit or place.startswith(unit + ".") for place in places)
-    ]
-    return max(enclosing, key=len)
+def _is_within(path: str, name: str) -> bool:
+    """Whether a path is that of a module, or of one below it; all are below the root, ""."""
+    return not name or path == name or path.startswith(f"{name}.")
 
 
 def _find_units(root: nn.Module) -> list[str]:
@@ -128,7 +120,7 @@ def _find_units(root: nn.Module) -> list[str]:
     blocks: list[str] = []
     for name, module in root.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            if any(name == block or name.startswith(block + ".") for block in blocks):
+            if any(_is_within(name, block) for block in blocks):
                 continue  # experts or heads inside a block go with their block
             by_class: dict[type[nn.Module], list[str]] = {}
             for child_name, child in _called_within(name, module):
@@ -147,10 +139,9 @@ def _find_units(root: nn.Module) -> list[str]:
         and _is_called(module)
         and not any(True for _ in module.children())
         and _size(module) >= threshold
-        and not any(name.startswith(block + ".") for block in blocks)
+        and not any(_is_within(name, block) for block in blocks)
     ]
-    order = [name for name, _ in root.named_modules()]
-    return sorted([*blocks, *leaves], key=order.index)
+    return [*blocks, *leaves]
 
 
 def refuse_container(name: str, module: nn.Module) -> None:
@@ -189,21 +180,17 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _name(unit: type | str) -> str:
-    return repr(unit) if isinstance(unit, str) else unit.__name__
-
-
 def _import_class(path: str) -> type[nn.Module]:
     try:
-        found = pkgutil.resolve_name(path)
+        named = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"fsdp_unit_modules: {path!r} cannot be imported ({error}); give the class itself or "
             'its full import path, such as "my_package.model.Block"'
         ) from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ValueError(f"fsdp_unit_modules: {path!r} is {found!r}, not a torch.nn.Module class")
-    return found
+    if not (isinstance(named, type) and issubclass(named, nn.Module)):
+        raise ValueError(f"fsdp_unit_modules: {path!r} is {named!r}, not a torch.nn.Module class")
+    return named
 
 
 def refine(root: nn.Module, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
@@ -212,35 +199,20 @@ def refine(root: nn.Module, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
     A module below another one that holds parameters stays with it: `nn.MultiheadAttention` reads
     the weight of its `out_proj` without calling it. Tied parameters stay where they were.
     """
-    order = {id(module): (place, name) for place, (name, module) in enumerate(root.named_modules())}
+    paths = {id(module): name for name, module in root.named_modules()}
     owned: dict[str, list[ParameterRef]] = {plan.name: [] for plan in plans}
     for plan in plans:
-        holders = {_holder(ref, order) for ref in plan.refs} - {None}
-        for ref in plan.refs:
-            name = _holder(ref, order)
-            outermost = plan.name if name is None else _outermost(name, plan.name, holders)
-            owned.setdefault(outermost, []).append(ref)
-    names = (name for name in owned if owned[name] or not name)
-    by_order = sorted(names, key=lambda name: order[id(root.get_submodule(name))][0])
-    return _as_plans(root, owned, by_order)
+        alone = [_holder(ref, paths) for ref in plan.refs]
+        # Of a unit whose own module holds parameters, all stay with it; the root is no such unit.
+        holders = {name for name in alone if name}
+        for ref, name in zip(plan.refs, alone, strict=True):
+            around = [other for other in holders if name and _is_within(name, other)]
+            path = plan.name if name is None else min(around, key=len, default="")
+            owned.setdefault(path, []).append(ref)
+    return _as_plans(root, owned)
 
 
-def _holder(ref: ParameterRef, order: dict[int, tuple[int, str]]) -> str | None:
+def _holder(ref: ParameterRef, paths: dict[int, str]) -> str | None:
     """The module that alone holds a parameter; None if several do."""
     owners = {id(module) for reference, _ in ref.owners if (module := reference())}
-    return order[owners.pop()][1] if len(owners) == 1 else None
-
-
-def _outermost(name: str, unit: str, holders: set[str | None]) -> str:
-    """The outermost module at or above `name`, inside the unit, that holds parameters itself."""
-    if unit and unit in holders:
-        return unit
-    start = len(unit) + 1 if unit else 0
-    path = name
-    parts = name[start:].split(".") if name != unit else []
-    for depth in range(1, len(parts)):
-        above = name[:start] + ".".join(parts[:depth])
-        if above in holders:
-            path = above
-            break
-    return path
+    return paths[owners.pop()] if len(owners) == 1 else None

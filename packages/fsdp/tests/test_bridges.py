@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lamina.ddp import full_parameters
-from lamina.fsdp import fully_shard
+from lamina.fsdp import ShardedModule, fully_shard
 from lamina.fsdp.bridges.trainer_state import whole_state
-from lamina.fsdp.module.sharded_module import is_sharded
 
 from .bridge_runs import (
     BATCH,
@@ -97,7 +96,7 @@ def test_accelerate_trains_shards_on_other_rows_per_rank_and_goes_on(ranks, tmp_
     model = llama()
     loader = DataLoader(data, batch_size=BATCH, collate_fn=stacked)
     optimizer, model, loader = accelerator.prepare(sgd(model), model, loader)
-    assert is_sharded(model)
+    assert isinstance(model, ShardedModule)
     loop(accelerator, model, optimizer, loader, seen)
     wanted = one_process(llama(), as_read(seen, data))
     assert_near(model, wanted)
@@ -121,7 +120,7 @@ def test_a_trainer_trains_saves_evaluates_and_generates_in_shards(ranks, tmp_pat
     optimizers = (sgd(model), None)
     trainer = trainer_of(model, tmp_path, data, eval_dataset=held_out, optimizers=optimizers)
     trainer.train()
-    assert is_sharded(model)
+    assert isinstance(model, ShardedModule)
     reference = llama()
     wanted = one_process(reference, in_order(data), rate=decaying)
     assert_near(model, wanted)
@@ -150,7 +149,7 @@ def test_lightning_trains_shards_on_other_rows_per_rank_and_goes_on(ranks, tmp_p
     others = DataLoader(held_out, batch_size=BATCH, collate_fn=stacked)
     task, trainer = task_of(llama()), lightning(tmp_path)
     trainer.fit(task, loader)
-    assert is_sharded(task)
+    assert isinstance(task, ShardedModule)
     reference, steps = llama(), as_read(task.seen, data)
     wanted = one_process(reference, steps, rate=halved)
     assert_near(task, {f"net.{name}": value for name, value in wanted.items()})

@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lamina.ddp import full_parameters
-from lamina.fsdp import fully_shard, register_forward_method
-from lamina.fsdp.module.sharded_module import is_sharded
+from lamina.fsdp import ShardedModule, fully_shard, register_forward_method
 from lamina.mesh import init_distributed
 
 from .bridge_runs import (
@@ -197,7 +196,7 @@ def test_the_sft_trainer_of_trl_with_the_mixin(ranks, tmp_path):
         train_dataset=written,
         optimizers=(sgd(model), None),
     ).train()
-    assert is_sharded(model)
+    assert isinstance(model, ShardedModule)
     assert_near(model, one_process(llama(), in_order(data), rate=decaying))
 
 

@@ -77,17 +77,6 @@ class ModuleWithUnit(ShardedModule):
             _make_engine(self)
         return self._unit_hooks.engine
 
-    @property
-    def sharding_unit(self) -> Unit:
-        """This module's own unit."""
-        return self._unit_hooks.unit
-
-    def sharding_units(self, recurse: bool = True) -> Iterator[Unit]:
-        """This module's own unit and (`recurse`) those of the sharded modules inside it."""
-        modules = self.modules() if recurse else (self,)
-        units = (m.sharding_unit for m in modules if isinstance(m, ModuleWithUnit))
-        yield from dict.fromkeys(units)
-
     def parameter_groups(self) -> Iterator[ParameterGroup]:
         """The groups of this module and of the sharded modules inside it."""
         _ = self.sharding_engine

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lamina.fsdp.bridges.trainer_state import (
     attach_optimizer,
     load_sharded,
-    save_sharded,
     shard_over_all_ranks,
     whole_state,
     with_memory_of_their_own,
@@ -130,7 +130,7 @@ class LaminaAccelerator(Accelerator):
         with self._models_apart():
             location = Path(super().save_state(output_dir, *args, **kwargs))
         state = {name: each.state_dict() for name, each in self._stateful().items()}
-        save_sharded(location / _STATE, state)
+        save(state, checkpoint_id=location / _STATE)
         return location
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -9,11 +9,12 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.trainer.states import TrainerFn
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from lamina.ddp.engine import register_forward_method
 from lamina.fsdp.api.fully_shard import fully_shard_optimizer
-from lamina.fsdp.bridges.trainer_state import load_sharded, save_sharded, shard_over_all_ranks
-from lamina.fsdp.module.sharded_module import ShardedModule, is_sharded
+from lamina.fsdp.bridges.trainer_state import load_sharded, shard_over_all_ranks
+from lamina.fsdp.module.sharded_module import ShardedModule
 
 __all__ = ["LaminaStrategy"]
 
@@ -55,7 +56,7 @@ class LaminaStrategy(DDPStrategy):
         """Shard the module, then make its optimizers."""
         self.accelerator.setup(trainer)
         module: LightningModule = self.precision_plugin.convert_module(self.lightning_module)
-        if not is_sharded(module):
+        if not isinstance(module, ShardedModule):
             shard_over_all_ranks(module, self.sharding)
             # With manual optimization the backward is inside the step: only forward gathers then.
             own = ("training_step",) if module.automatic_optimization else ()
@@ -91,7 +92,7 @@ class LaminaStrategy(DDPStrategy):
             rest["optimizer_states"] = []
             for index, each in enumerate(checkpoint["optimizer_states"]):
                 state[f"optimizer_{index}"] = each
-        save_sharded(path, state)
+        save(state, checkpoint_id=path)
         if self.is_global_zero:
             torch.save(rest, path / _REST)
         self.barrier()

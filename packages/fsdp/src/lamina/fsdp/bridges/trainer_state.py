@@ -2,25 +2,23 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
 from lamina.ddp.engine import register_forward_method
 from lamina.fsdp.api.fully_shard import fully_shard_model, fully_shard_optimizer
-from lamina.fsdp.module.sharded_module import ShardedModule, is_sharded
+from lamina.fsdp.module.sharded_module import ShardedModule
 from lamina.mesh import ParallelMesh
 
 __all__ = [
     "attach_optimizer",
     "load_sharded",
-    "save_sharded",
     "shard_over_all_ranks",
     "whole_state",
     "with_memory_of_their_own",
@@ -34,8 +32,8 @@ def shard_over_all_ranks(model: nn.Module, sharding: Mapping[str, Any]) -> Shard
     root's weights too. `sharding` are keyword arguments of `fully_shard`. ValueError refuses a mesh
     with axes along which ranks need the same rows.
     """
-    if is_sharded(model):
-        return cast(ShardedModule, model)
+    if isinstance(model, ShardedModule):
+        return model
     _refuse_shared_rows(sharding)
     sharded = fully_shard_model(model, **sharding)
     if callable(getattr(type(model), "generate", None)):
@@ -62,27 +60,22 @@ def attach_optimizer(optimizer: Optimizer, models: Iterable[nn.Module]) -> Optim
 
     ValueError says that it holds parameters of none of them.
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for model in models:
         if isinstance(model, ShardedModule):
-            groups = list(model.parameter_groups())
-            known = {id(ref.parameter) for group in groups for ref in group.refs}
-            known |= {id(main) for group in groups for main in group.main_parameters}
-            if held & known:
-                return fully_shard_optimizer(optimizer, model)
+            # The optimizer was made before or after its model was sharded.
+            for group in model.parameter_groups():
+                known = (*group.compute_parameters, *group.main_parameters)
+                if not stepped.isdisjoint(map(id, known)):
+                    return fully_shard_optimizer(optimizer, model)
     raise ValueError(
         f"{type(optimizer).__name__} holds no parameters of a sharded model: prepare the model "
         "first, or both in one call"
     )
 
 
-def save_sharded(path: Path, state: dict[str, Any]) -> None:
-    """Save state dictionaries of models and optimizers by torch's DCP, in shards (collective)."""
-    save(state, checkpoint_id=path)
-
-
 def load_sharded(path: Path, stateful: Mapping[str, Any]) -> None:
-    """Load what `save_sharded` has written in a folder on any number of ranks (collective).
+    """Load what torch's DCP has saved in a folder on any number of ranks (collective).
 
     `stateful` are models and optimizers by the names that their state was saved under.
     """

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
 from lamina.fsdp.bridges.accelerate import LaminaAccelerator
-from lamina.fsdp.bridges.trainer_state import load_sharded, save_sharded
+from lamina.fsdp.bridges.trainer_state import load_sharded
 
 __all__ = ["LaminaTrainer", "ShardedTraining"]
 
@@ -53,7 +54,8 @@ class ShardedTraining(_Mixin):
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_sharded(Path(output_dir, _OPTIMIZER), {"optimizer": self.optimizer.state_dict()})
+        state = {"optimizer": self.optimizer.state_dict()}
+        save(state, checkpoint_id=Path(output_dir, _OPTIMIZER))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 

@@ -43,12 +43,13 @@ class UnitMethods(nn.Module):
 
     @property
     def sharding_unit(self) -> Unit:
-        """The unit of what no other unit holds."""
-        return self.sharding_engine.root
+        """This module's own unit: of what no other unit holds."""
+        return self._unit_hooks.unit
 
     def sharding_units(self, recurse: bool = True) -> Iterator[Unit]:
-        """The model's units, the root's first; without `recurse` the root's alone."""
-        yield from self.sharding_engine.units if recurse else (self.sharding_engine.root,)
+        """This module's own unit and (`recurse`) those of modules inside it, as registered."""
+        units = map(unit_of, self.modules() if recurse else (self,))
+        yield from dict.fromkeys(unit for unit in units if unit is not None)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own whole weights (collective, not recursive).
@@ -253,8 +254,7 @@ for _name, _reason in _REFUSED.items():
 def _units_of(modules: Sequence[nn.Module]) -> tuple[Unit, ...]:
     units = []
     for module in modules:
-        unit = module.sharding_unit if isinstance(module, UnitMethods) else unit_of(module)
-        if unit is None:
+        if (unit := unit_of(module)) is None:
             raise ValueError(
                 f"{type(module).__name__} has no weights of its own to prefetch: name units' "
                 "modules (those that shard_module was applied to, or that plan_units shows)"

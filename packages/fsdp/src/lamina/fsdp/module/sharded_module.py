@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,7 +23,7 @@ from lamina.fsdp.state.state_dicts import prepare_given_optimizers
 from lamina.fsdp.units.dtensors import take_form
 from lamina.mesh.engine import copy_role
 
-__all__ = ["ShardedModule", "WatchedModule", "adopt", "is_sharded", "remember_sharding"]
+__all__ = ["ShardedModule", "WatchedModule", "adopt", "remember_sharding"]
 
 ModuleT = TypeVar("ModuleT", bound="ShardedModule")
 
@@ -153,14 +153,12 @@ class ShardedModule(UnitMethods):
         for group in self.parameter_groups():
             group.discard_gradients()
 
-    @contextmanager
-    def unsharded(self) -> Iterator[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         """Whole parameters for the time being (collective): for generation or inspection.
 
         What is written to them inside is lost when a unit is released.
         """
-        with self.sharding_engine.unsharded():
-            yield
+        return self.sharding_engine.unsharded()
 
     def deregister_memory(self) -> None:
         """With `nccl_ub`: deregister, on all ranks, before the process group is destroyed."""
@@ -335,8 +333,3 @@ def adopt(module: nn.Module, mixin: type[ModuleT]) -> ModuleT:
     cls = type(module)
     module.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
     return cast(ModuleT, module)
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` or `shard_module` has been applied to exactly this module."""
-    return isinstance(module, ShardedModule)

@@ -24,7 +24,6 @@ from lamina.ddp.engine import (
     warn_of_unfinished_steps,
 )
 from lamina.fsdp.api.build import (
-    Sharding,
     build_units,
     resolve,
     start_engine,
@@ -215,6 +214,7 @@ def _shard(
     settings: ShardingSettings,
 ) -> ShardedModule:
     """Shard a model; `optimizer` is looked at, and not changed yet."""
+    # All that can be refused is refused first, while the model is still the user's.
     _check_kinds(module, optimizer)
     refuse_wrapped("fully_shard", module)
     if settings.overlap_grad_reduce or settings.overlap_param_gather:
@@ -233,7 +233,14 @@ def _shard(
             refuse_looking_at_part(optimizer, ref.name, ref.parameter)
     if not settings.preproc_state_dict_for_dcp_ckpt:
         refuse_parts(module, sharding.model)
-    sharded = _build(module, sharding)
+    # From here on it is changed: DTensors become local, units get buffers, hooks and an engine.
+    localise_dtensors(module)
+    plans = plan_units(module, settings.fsdp_unit_modules)
+    refuse_uninitialised(module, settings.init_module)
+    if settings.enable_fine_grained_param_gather:
+        plans = refine(module, plans)
+    start_engine(build_units(module, plans, sharding), sharding, "fully_shard")
+    sharded = adopt(module, WatchedModule if settings.check_storage else ShardedModule)
     for child in transposing:
         setattr(child, _TRANSPOSES, True)
     sharded.set_model_auto_sync(settings.sync_model_each_microbatch)
@@ -242,26 +249,13 @@ def _shard(
     groups = list(sharded.parameter_groups())
     if settings.use_decoupled_grad:
         show_decoupled(main for group in groups for main in group.main_parameters)
+    # What its state dictionaries hold, and how a copy of it is sharded.
     if settings.preproc_state_dict_for_dcp_ckpt:
         show_parts(sharded, TensorRegions(groups, sharding.model))
-        give_whole_tensors(sharded, always=False)
-    else:
-        give_whole_tensors(sharded)
+    give_whole_tensors(sharded, always=not settings.preproc_state_dict_for_dcp_ckpt)
     blank = without_values(settings)
     remember_sharding([sharded], lambda copies: _shard(copies[0], None, blank))
     return sharded
-
-
-def _build(module: nn.Module, sharding: Sharding) -> ShardedModule:
-    """Cut a model into units and put an engine on their hooks."""
-    settings = sharding.settings
-    localise_dtensors(module)
-    plans = plan_units(module, settings.fsdp_unit_modules)
-    refuse_uninitialised(module, settings.init_module)
-    if settings.enable_fine_grained_param_gather:
-        plans = refine(module, plans)
-    start_engine(build_units(module, plans, sharding), sharding, "fully_shard")
-    return adopt(module, WatchedModule if settings.check_storage else ShardedModule)
 
 
 def _check_kinds(module: object, optimizer: object) -> None:
@@ -286,15 +280,14 @@ def _check_kinds(module: object, optimizer: object) -> None:
 
 def _with_transposes(module: nn.Module) -> list[nn.Module]:
     """The modules that multiply in FP8 and can keep their transposed weights until backward."""
-    name = _TRANSPOSES
-    found = [child for child in module.modules() if hasattr(child, name)]
-    if not found:
+    able = [child for child in module.modules() if hasattr(child, _TRANSPOSES)]
+    if not able:
         raise UnavailableError(
-            f"{name}=True: no module of {type(module).__name__} multiplies in FP8 (none has an "
-            f"attribute {name}), so there is no transpose to keep: use layers that do, such as "
-            "lamina.models with Precision(backend='torch-fp8'), or leave it False"
+            f"{_TRANSPOSES}=True: no module of {type(module).__name__} multiplies in FP8 (none has "
+            f"an attribute {_TRANSPOSES}), so there is no transpose to keep: use layers that do, "
+            "such as lamina.models with Precision(backend='torch-fp8'), or leave it False"
         )
-    return found
+    return able
 
 
 def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> OptimizerT:
@@ -323,12 +316,14 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     regions = regions_of(module)
     point_at_localised(optimizer, module)
     require_same_optimizer("fully_shard_optimizer", optimizer, groups)
-    for ref, main in (one for g in groups for one in zip(g.refs, g.main_parameters, strict=True)):
-        if any(one.of(main) is not None for one in regions):
-            refuse_looking_at_part(optimizer, ref.name, main, ref.parameter)
+    for group in groups:
+        for ref, main in zip(group.refs, group.main_parameters, strict=True):
+            if any(each.of(main) is not None for each in regions):
+                refuse_looking_at_part(optimizer, ref.name, main, ref.parameter)
     refuse_cut_tensors(optimizer, groups, _KEEP_WHOLE)
     adopt_main_parameters(optimizer, groups)
     warn_of_unfinished_steps(optimizer, module)
+    # Its step first ends what backwards have left open; scalers look for inf; then flat runs step.
     for part in parts:
         engine = part.sharding_engine
         borrowed = step_over_groups(
@@ -351,18 +346,18 @@ def _sharded_parts(module: nn.Module) -> list[ShardedModule]:
     """The module, or the outermost sharded modules in it, which hold all its parameters."""
     if isinstance(module, ShardedModule):
         return [module]
-    found: list[ShardedModule] = []
+    parts: list[ShardedModule] = []
     inside: set[nn.Module] = set()
     for each in module.modules():  # outer ones first
         if isinstance(each, ShardedModule) and each not in inside:
-            found.append(each)
+            parts.append(each)
             inside.update(each.modules())
-    held = {id(parameter) for part in found for parameter in part.parameters()}
-    bare = [name for name, p in module.named_parameters() if id(p) not in held]
-    if not found or bare:
-        missing = f" ({bare[0]} belongs to no sharded module in it)" if found and bare else ""
+    sharded = {id(parameter) for part in parts for parameter in part.parameters()}
+    bare = [name for name, p in module.named_parameters() if id(p) not in sharded]
+    if not parts or bare:
+        missing = f" ({bare[0]} belongs to no sharded module in it)" if parts and bare else ""
         raise TypeError(
             f"{type(module).__name__} is not sharded{missing}: call fully_shard_model(module, ...) "
             "first, or fully_shard(module, optimizer, ...) for both"
         )
-    return found
+    return parts

@@ -258,12 +258,10 @@ def _own(
     module: nn.Module, inner: Sequence[ModuleWithUnit], ignored: Collection[int]
 ) -> list[ParameterRef]:
     """The module's parameters, without those of inner units and those to ignore."""
-    left_out = set(ignored)
-    compute: set[int] = set()
-    for part in inner:
-        for group in part.sharding_unit.groups:
-            compute.update(map(id, group.compute_parameters))
-            left_out.update(map(id, group.main_parameters))
+    groups = [group for part in inner for group in part.sharding_unit.groups]
+    compute = {id(p) for group in groups for p in group.compute_parameters}
+    mains = {id(p) for group in groups for p in group.main_parameters}
+    left_out = mains.union(ignored)
     refs = [ref for ref in collect_parameters(module) if id(ref.parameter) not in left_out]
     for ref in refs:
         if id(ref.parameter) in compute:
@@ -285,12 +283,8 @@ def _show_parts(modules: Sequence[ModuleWithUnit], sharding: Sharding) -> None:
     """Let `state_dict()` say which parts of the model's tensors tp has left on this rank."""
     unit = modules[0].sharding_unit
     regions = TensorRegions(unit.groups, sharding.model)
-    for module in modules:
-        show_parts(module, regions)
-        give_whole_tensors(module, always=False)
-    known = isinstance(sharding.mesh, ParallelMesh)
-    if known or sharding.dense.size == dist.get_world_size():
-        return
+    # The ranks of a mesh that are not the world may be the data-parallel part of a larger one.
+    partial = sharding.dense.size < dist.get_world_size()
     unplaced = [
         (group, index)
         for group in unit.groups
@@ -300,15 +294,19 @@ def _show_parts(modules: Sequence[ModuleWithUnit], sharding: Sharding) -> None:
 
     def refuse(*_: Any) -> None:
         group, index = unplaced[0]
+        ref = group.refs[index]  # asked for now: the engine has renamed it meanwhile
         raise ValueError(
-            f"{group.refs[index].name} is marked tp_shard_dim={group.refs[index].role.tp_shard_dim}"
-            ", and the mesh that shard_module was given has no tensor-parallel ranks: every tp "
-            "rank's piece would be saved under one name, as if it were the whole. Give "
-            "shard_module the ParallelMesh, or use fully_shard(device_mesh=, tp_dim=)"
+            f"{ref.name} is marked tp_shard_dim={ref.role.tp_shard_dim}, and the mesh that "
+            "shard_module was given has no tensor-parallel ranks: every tp rank's piece would be "
+            "saved under one name, as if it were the whole. Give shard_module the ParallelMesh, or "
+            "use fully_shard(device_mesh=, tp_dim=)"
         )
 
-    for module in modules if unplaced else ():
-        module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+    for module in modules:
+        show_parts(module, regions)
+        give_whole_tensors(module, always=False)
+        if unplaced and partial and not isinstance(sharding.mesh, ParallelMesh):
+            module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 @one_graph_break  # torch.compile(model) may be what makes the first call
@@ -316,15 +314,14 @@ def _make_engine(root: ModuleWithUnit) -> None:
     """Join what was sharded in and below `root` under one engine."""
     modules = {n: m for n, m in root.named_modules() if isinstance(m, ModuleWithUnit)}
     paths: dict[Unit, dict[int, str]] = {}
-    hooks = []
     for name, module in modules.items():
-        hooks.append(own := module._unit_hooks)
-        if own.started:
+        if (hooks := module._unit_hooks).started:
             raise RuntimeError(
                 f"{name} was called, or asked for its engine, before {type(root).__name__} around "
                 "it: run (or inspect) the outermost sharded module first"
             )
-        paths.setdefault(own.unit, {})[own.member] = name
+        paths.setdefault(hooks.unit, {})[hooks.member] = name
+    # Until now units have had the names that parameters have in their own modules.
     for unit, members in paths.items():
         if len(members) < unit.calls.members:
             here = f"this {type(root).__name__}"
@@ -338,4 +335,5 @@ def _make_engine(root: ModuleWithUnit) -> None:
     for other in others:
         other.scratch.share(first.scratch)
     left_alone = {key for each in (first, *others) for key in each.left_alone}
-    start_engine(hooks, first, "shard_module", left_alone)
+    hooks_of_all = [module._unit_hooks for module in modules.values()]
+    start_engine(hooks_of_all, first, "shard_module", left_alone)

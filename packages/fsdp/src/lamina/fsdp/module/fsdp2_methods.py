@@ -21,6 +21,8 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Make the whole weights ready; nothing if a call of the module has done so meanwhile."""
+        # A call of the module may have waited, computed and given the weights back by now: then
+        # there is nothing to wait for, and a second gather would never be given back.
         unit = self._unit
         if unit is not None and (
             unit.in_backward or any(weights.state in COMING for weights in unit.gathered)
@@ -57,6 +59,7 @@ class UnitMethods(nn.Module):
         Args:
             async_op: begin, and return a handle whose `wait()` (or the module's forward) ends it.
         """
+        # As in a forward: what was written by hand since the last one is gathered too.
         self.sharding_unit.follow_main_weights()
         self.sharding_unit.start_unshard()
         handle = UnshardHandle(self.sharding_unit)
@@ -105,6 +108,7 @@ class UnitMethods(nn.Module):
                 "gradients of one step become final together; call it on the outermost module "
                 "with recurse=True"
             )
+        # Each of torch's three switches can hold the end of the accumulation back.
         flags: dict[str, bool] = self.__dict__.setdefault(_FLAGS, {})
         flags[name] = value
         engine.reducer.expect_final(all(flags.values()))
@@ -195,7 +199,7 @@ class UnitMethods(nn.Module):
                 f"reset_iter_state on {self.sharding_unit.name}: a step is the whole model's; call "
                 "it on the outermost module"
             )
-        engine.reducer.abandon_if_raised()
+        engine.reducer.abandon_if_raised()  # first: it ends what the backward has left open
         for group in engine.groups:
             group.discard_gradients()
         for unit in engine.units:

@@ -43,14 +43,13 @@ class ShardedModule(UnitMethods):
         Raises:
             ValueError: for a module that is no unit's.
         """
-        found = unit_of(self.get_submodule(module) if isinstance(module, str) else module)
-        if found is None or found not in self.sharding_engine.units:
-            names = [unit.title for unit in self.sharding_engine.units]
-            raise ValueError(
-                f"{module if isinstance(module, str) else type(module).__name__} is no unit of "
-                f"this model, whose units are {', '.join(names)}"
-            )
-        return found
+        unit = unit_of(self.get_submodule(module) if isinstance(module, str) else module)
+        units = self.sharding_engine.units
+        if unit is None or unit not in units:
+            name = module if isinstance(module, str) else type(module).__name__
+            names = ", ".join(unit.title for unit in units)
+            raise ValueError(f"{name} is no unit of this model, whose units are {names}")
+        return unit
 
     @property
     def memory_budgets(self) -> MemoryBudgets:
@@ -122,6 +121,7 @@ class ShardedModule(UnitMethods):
         """Take the first rank's main weights along the axes that hold copies (collective)."""
         for group in self.parameter_groups():
             axes = (group.axes.outer, group.axes.inner)
+            # Along an axis that cuts them ranks hold different spans: there is nothing to take.
             for cut, axis in zip(group.main_weights.cuts, axes, strict=True):
                 if not cut:
                     broadcast(group.main_weights.data, axis.sibling("gather"), src=0).wait()
@@ -135,6 +135,7 @@ class ShardedModule(UnitMethods):
         """As of any module; after a backward that raised, what it has left goes too."""
         for group in self._groups_inside():
             gradients = group.gradients
+            # Zeroed in place, what a raised backward has left would be added to the next one's.
             if gradients is not None and (set_to_none or gradients.at_risk):
                 group.discard_gradients()
         super().zero_grad(set_to_none)
@@ -145,6 +146,7 @@ class ShardedModule(UnitMethods):
             return
         inside = set(self.modules())
         for group in self.parameter_groups():
+            # A parameter that is tied to one outside is not this module's alone to forget.
             if all(any(owner() in inside for owner, _ in ref.owners) for ref in group.refs):
                 yield group
 
@@ -239,8 +241,10 @@ def copy_sharded(module: ShardedModule, memo: dict[int, Any]) -> nn.Module:
         docs/decisions/0533.
     """
     units = list(module.sharding_units())
+    # At rest modules hold main parameters, whose values are those that a copy has to have.
     if module._unit_hooks.started:
         module.sharding_engine.put_at_rest(units)
+    # `deepcopy` finds in its memo what stands for a parameter: a meta tensor of the whole shape.
     for unit in units:
         for group in unit.groups:
             for ref, main in zip(group.refs, group.main_parameters, strict=True):
@@ -249,11 +253,12 @@ def copy_sharded(module: ShardedModule, memo: dict[int, Any]) -> nn.Module:
                 copy_role(main, parameter)
                 take_form(parameter, ref.parameter)
                 memo[id(main)] = memo[id(ref.parameter)] = parameter
+    # What this package keeps in modules is not copied, but shared, and taken out of the copy.
     inside = list(module.modules())
     for each in inside:
         own = {n: v for n, v in each.__dict__.items() if n.startswith(_OWN)}
         memo.update({id(value): value for value in own.values()})
-    memo[_WITHIN] = True
+    memo[_WITHIN] = True  # sharded modules inside are copied as plain ones
     made = _plain_copy(module, memo)
     del memo[_WITHIN]
     pairs = list(zip(inside, made.modules(), strict=True))
@@ -286,12 +291,14 @@ def _take_out(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
 
 def _shard_again(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
     """Shard copies as the modules were, inner ones first."""
+    # A call of `shard_module` may have made one unit of several modules: they come together again.
     calls: dict[int, tuple[Callable[[list[nn.Module]], object], list[nn.Module]]] = {}
     for module, made in pairs:
         if (again := module.__dict__.get(_SHARD_AGAIN)) is not None:
             calls.setdefault(id(again), (again, []))[1].append(made)
     for again, modules in reversed(calls.values()):
         again(modules)
+    # A registered method is a closure in the module's own dictionary, over the module copied.
     for module, made in pairs:
         hooks = hooks_of(module)
         for name in () if hooks is None else hooks.methods:
@@ -307,8 +314,8 @@ def _copy_values(units: list[Unit], copies: list[Unit]) -> None:
             group.writes.refuse_assigned(group.refs)
             other.main_weights.data.copy_(group.main_weights.data)
             other.weights.mark_changed()
-            for main, one in zip(group.main_parameters, other.main_parameters, strict=True):
-                one.requires_grad_(main.requires_grad)
+            for main, copied in zip(group.main_parameters, other.main_parameters, strict=True):
+                copied.requires_grad_(main.requires_grad)  # frozen or trained since it was sharded
 
 
 class WatchedModule(ShardedModule):

@@ -44,7 +44,11 @@ def resolve_meshes(
     """
     if settings.tp_dim is not None:
         _check_tp(mesh, settings, settings.tp_dim)
-    shard, outer = _shard_dim(mesh, settings), _outer_dim(mesh, settings)
+    # The words of a ParallelMesh are known. Of a DeviceMesh the user says what shards, or it is the
+    # only dimension that is left.
+    shard, outer = _shard_dim(mesh, settings), settings.dp_outer_dim
+    if outer is None and isinstance(mesh, ParallelMesh):
+        outer = "dp_replicate"
     try:
         dense = data_parallel_axes(mesh, shard, outer)
     except AxisError as error:
@@ -81,6 +85,7 @@ def computing_device(
     """
     device = torch.device(mesh.device_type if asked is None else asked)
     for parameter in module.parameters() if asked is None else ():
+        # Meta parameters have no place yet, and one on the host may still have to be moved.
         if not parameter.is_meta and device.type in ("cpu", parameter.device.type):
             return parameter.device
     if device.type == "cuda" and device.index is None:
@@ -124,12 +129,6 @@ def _shard_dim(mesh: Mesh, settings: ShardingSettings) -> Names:
     return free[0]
 
 
-def _outer_dim(mesh: Mesh, settings: ShardingSettings) -> Names | None:
-    if settings.dp_outer_dim is None and isinstance(mesh, ParallelMesh):
-        return "dp_replicate"
-    return settings.dp_outer_dim
-
-
 def _expert_axes(
     dense_mesh: Mesh, settings: ShardingSettings, dense: DataParallelAxes
 ) -> DataParallelAxes | None:
@@ -137,12 +136,15 @@ def _expert_axes(
     mesh = settings.expt_device_mesh
     if mesh is None:
         mesh = dense_mesh
+        # Without expert dimensions, or with one rank along each, experts are like any weights.
         if not isinstance(mesh, ParallelMesh):
             return None
         if mesh.layout.ep == mesh.layout.expert_tp == mesh.layout.tp == 1:
             return None
     if isinstance(mesh, ParallelMesh):
         return data_parallel_axes(mesh, "expert_dp", "dp_replicate", dense.size)
+    # A DeviceMesh for experts has the dense one's names, or `expert_dp`. Along ep and expert_tp
+    # experts are different already, so a dimension of that name shards dense weights alone.
     names = mesh.mesh_dim_names or ()
     shard = _names(_shard_dim(dense_mesh, settings))
     if not set(shard) <= set(names) and "expert_dp" in names:
@@ -163,6 +165,7 @@ def _with_gather(
         return axes
     members = tuple(dist.get_process_group_ranks(group))
     inner = axes.inner
+    # In the axis' order, too: a gather puts pieces where ranks are in their group.
     if members != inner.ranks:
         raise ValueError(
             f"{argument} has ranks {members} and the sharding axis {inner.name!r} has "
@@ -186,6 +189,7 @@ def _check_hybrid(argument: str, group: ProcessGroup | None, axes: DataParallelA
     if group is None:
         return
     members = tuple(dist.get_process_group_ranks(group))
+    # This rank knows who is on its own row and column; the number says the rest.
     mine = {*axes.outer.ranks, *axes.inner.ranks}
     if len(members) != axes.size or not mine <= set(members):
         raise ValueError(

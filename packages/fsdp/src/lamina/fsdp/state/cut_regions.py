@@ -144,6 +144,7 @@ def regions_of(module: nn.Module) -> tuple[TensorRegions, ...]:
 
 
 def _region_of(ref: ParameterRef, shape: tuple[int, ...], axes: ModelAxes) -> TensorRegion | None:
+    # A DTensor has said itself what it is a part of; otherwise the role and the mesh do.
     region = region_of_dtensor(ref.parameter)
     if region is not None:
         return region
@@ -169,6 +170,7 @@ def beside_parts(
 
 
 def _apart(axes: DataParallelAxes, refs: Iterable[ParameterRef], model: ModelAxes) -> Iterable[str]:
+    # Stages of a pipeline always hold other tensors. The other axes cut them only if one says so.
     yield from (name for name in axes.apart if name == "pp")
     for ref in refs:
         if is_cut_dtensor(ref.parameter) or region_of_dtensor(ref.parameter) is not None:

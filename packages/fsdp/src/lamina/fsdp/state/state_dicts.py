@@ -39,7 +39,7 @@ def give_whole_tensors(module: nn.Module, *, always: bool = True) -> None:
         if not always and not _asked_for_whole():
             return
         for name, value in state.items():
-            if not name.startswith(prefix):
+            if not name.startswith(prefix):  # a model around this one saves into one dictionary
                 continue
             if isinstance(value, TensorPart):
                 raise NotImplementedError(
@@ -69,6 +69,7 @@ def prepare_given_optimizers() -> None:
     An optimizer over `shard_module` is made by the user, and nobody tells Lamina of it. These
     functions are given it beside the model, before they ask it for its state.
     """
+    # See Note [Options that torch keeps to itself].
     optimizers = local_of_state_call("optims", within=1)
     for optimizer in optimizers or ():
         hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()

@@ -56,6 +56,7 @@ def cast_buffers(modules: Iterable[tuple[str, nn.Module]], policy: MixedPrecisio
                 continue
             if name in full or policy.keeps(path):
                 continue
+            # Assigned past `register_buffer`, which would ask again whether it is persistent.
             module._buffers[name] = made.setdefault(id(buffer), buffer.to(policy.buffer_dtype))
 
 
@@ -77,6 +78,7 @@ def keep_modules(
         if getattr(module, "casts_itself", False):
             continue
         own = [p for p in module._parameters.values() if p is not None]
+        # One kept and one narrow weight in a module: it has to say itself what it computes in.
         if own and all(id(parameter) in kept for parameter in module.parameters()):
             wide = own[0].dtype
             if wide.is_floating_point and wide != narrow:
@@ -95,7 +97,7 @@ class _Cast:
         self._loan = Loan()
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._changed, self._loan = False, Loan()
+        self._changed, self._loan = False, Loan()  # outputs are cast back only where inputs were
         args, values = map_tensors((args, tuple(kwargs.values())), self._widen, self._loan)
         return args, dict(zip(kwargs, values, strict=True))
 

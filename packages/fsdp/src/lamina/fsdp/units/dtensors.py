@@ -50,24 +50,20 @@ def localise_dtensors(module: nn.Module, ignored: Collection[int] = ()) -> None:
     `ignored` are `id`s of parameters to leave alone. ValueError refuses a DTensor on the meta
     device, or cut along more than one dimension.
     """
-    found = [
-        ref
-        for ref in collect_parameters(module)
-        if hasattr(ref.parameter, "placements") and id(ref.parameter) not in ignored
-    ]
-    if not found:
-        return
     pairs: list[tuple[weakref.ref[torch.Tensor], nn.Parameter]] = []
-    for ref in found:
-        local = _local_of(ref)
-        ref.install(local)
-        pairs.append((weakref.ref(ref.parameter), local))
-    module.__dict__[_LOCALISED] = pairs
+    for ref in collect_parameters(module):
+        if hasattr(ref.parameter, "placements") and id(ref.parameter) not in ignored:
+            local = _local_of(ref)
+            ref.install(local)
+            pairs.append((weakref.ref(ref.parameter), local))
+    if pairs:  # for optimizers that were made over the DTensors
+        module.__dict__[_LOCALISED] = pairs
 
 
 def point_at_localised(optimizer: Optimizer, module: nn.Module) -> None:
     """Replace DTensor parameters in an optimizer made before by what stands for them."""
     pairs = [pair for child in module.modules() for pair in child.__dict__.get(_LOCALISED, ())]
+    # By weak references: an `id` of a DTensor that is gone may be another tensor's by now.
     places = {id(old): new for reference, new in pairs if (old := reference()) is not None}
     for settings in optimizer.param_groups:
         for old in settings["params"]:
@@ -97,6 +93,7 @@ class LocalisedParameters:
 
         for ref in self._refs:
             form: _Form = ref.parameter.__dict__[_FORM]
+            # Autograd records this: the gradient comes back to the local tensor.
             made = DTensor.from_local(
                 ref.parameter,
                 form.mesh,
@@ -160,6 +157,7 @@ def _local_of(ref: ParameterRef) -> nn.Parameter:
             "cuts them again along the data-parallel axes itself"
         )
     local = nn.Parameter(whole.to_local().detach(), requires_grad=whole.requires_grad)
+    # Marks of the user's come along, and so does what else a library has written on it.
     local.__dict__.update(whole.__dict__)
     if cut and ref.role.tp_shard_dim is None:
         mark(local, tp_shard_dim=cut[0])

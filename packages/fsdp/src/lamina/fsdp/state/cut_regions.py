@@ -46,21 +46,21 @@ class TensorRegions:
 
     def __init__(self, groups: Iterable[ParameterGroup], axes: ModelAxes) -> None:
         # With the parameter itself, whose `id` another one could have when it is gone.
-        self._regions: dict[int, tuple[torch.Tensor, TensorRegion]] = {}
+        self._by_parameter: dict[int, tuple[torch.Tensor, TensorRegion]] = {}
         for group in groups:
             for ref, spec, main in zip(
                 group.refs, group.layout.specs, group.main_parameters, strict=True
             ):
                 region = _region_of(ref, spec.shape, axes)
                 if region is not None:
-                    self._regions[id(main)] = main, region
+                    self._by_parameter[id(main)] = main, region
 
     def __bool__(self) -> bool:
-        return bool(self._regions)
+        return bool(self._by_parameter)
 
     def of(self, parameter: torch.Tensor) -> TensorRegion | None:
         """The region that a main parameter is; None for a whole one."""
-        known, region = self._regions.get(id(parameter), (None, None))
+        known, region = self._by_parameter.get(id(parameter), (None, None))
         return region if known is parameter else None
 
     def as_part(self, parameter: torch.Tensor, value: Any) -> Any:

@@ -78,9 +78,9 @@ def check_model(
     axis = ParallelLayout().build().axis("dp")
     model, loss, batch = build()
     alone = _copy_of_first(model, axis)
-    sharded = fully_shard(model, **settings)
+    both = _Both(fully_shard(model, **settings), alone, loss, batch, axis, tolerance)
     # All ranks compare the same whole values, so all of them stop at the same difference.
-    return next(_train_both(sharded, alone, loss, batch, axis, steps, tolerance), None)
+    return next(both.train(steps), None)
 
 
 def _copy_of_first(model: nn.Module, axis: MeshAxis) -> nn.Module:
@@ -93,106 +93,95 @@ def _copy_of_first(model: nn.Module, axis: MeshAxis) -> nn.Module:
     return alone
 
 
-def _train_both(
-    sharded: ShardedModule,
-    alone: nn.Module,
-    loss: Any,
-    batch: Any,
-    axis: MeshAxis,
-    steps: int,
-    tolerance: float,
-) -> Iterator[Difference]:
-    """Train the sharded model and the one alone, and yield what differs, in the order of a step."""
-    optimizers = [
-        torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (sharded, alone)
-    ]
-    buffers = [{n: b.clone() for n, b in alone.named_buffers()} for _ in axis.ranks]
-    for step in range(steps):
-        losses = _losses(sharded, loss, batch, step, axis)
-        expected = _train_alone(alone, loss, batch, step, buffers)
-        limit = tolerance * max(float(expected.abs().max()), 1e-3)
-        for rank, worst in enumerate((losses - expected).abs().tolist()):
-            if not worst <= limit:  # NaN differs too
-                yield Difference(step, rank, "loss", worst, limit)
-        gradients = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-        largest = (float(g.abs().max()) for g in gradients.values() if g.numel())
-        floor = 1e-3 * max(largest, default=0.0)
-        both = full_gradients(sharded), gradients
-        yield from _differences(sharded, step, "gradient of", *both, tolerance, floor)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        parameters = {name: p.detach() for name, p in alone.named_parameters()}
-        both = full_parameters(sharded), parameters
-        yield from _differences(sharded, step, "parameter", *both, tolerance, 1e-3)
+@dataclass(frozen=True)
+class _Both:
+    """A model sharded over the ranks of `axis`, and one like it that each rank trains alone."""
 
+    sharded: ShardedModule
+    alone: nn.Module
+    loss: Any
+    batch: Any
+    axis: MeshAxis
+    tolerance: float
 
-def _losses(
-    sharded: ShardedModule, loss: Any, batch: Any, step: int, axis: MeshAxis
-) -> torch.Tensor:
-    """One backward of the sharded model; every rank's loss, on every rank."""
-    torch.manual_seed(_seed(step, axis.rank))
-    value = loss(sharded, batch(step, axis.rank))
-    value.backward()
-    losses = torch.zeros(axis.size, dtype=torch.float64, device=value.device)
-    losses[axis.rank] = value.detach().double()
-    all_reduce_small([losses], axis.group)
-    return losses
+    def train(self, steps: int) -> Iterator[Difference]:
+        """Train both, and yield what differs, in the order of a step."""
+        models = (self.sharded, self.alone)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in models]
+        # Running statistics and the like are each rank's own.
+        buffers = [{n: b.clone() for n, b in self.alone.named_buffers()} for _ in self.axis.ranks]
+        for step in range(steps):
+            losses = self._losses(step)
+            expected = torch.stack([self._loss_of(step, r, b) for r, b in enumerate(buffers)])
+            limit = self.tolerance * max(float(expected.abs().max()), 1e-3)
+            for rank, worst in enumerate((losses - expected).abs().tolist()):
+                if not worst <= limit:  # NaN differs too
+                    yield Difference(step, rank, "loss", worst, limit)
+            named = dict(self.alone.named_parameters())
+            grads = {name: p.grad for name, p in named.items() if p.grad is not None}
+            largest = max((float(g.abs().max()) for g in grads.values() if g.numel()), default=0.0)
+            whole = full_gradients(self.sharded)
+            yield from self._differences(step, "gradient of", whole, grads, 1e-3 * largest)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            values = {name: p.detach() for name, p in named.items()}
+            whole = full_parameters(self.sharded)
+            yield from self._differences(step, "parameter", whole, values, 1e-3)
 
-
-def _train_alone(
-    alone: nn.Module,
-    loss: Any,
-    batch: Any,
-    step: int,
-    buffers: Sequence[dict[str, torch.Tensor]],
-) -> torch.Tensor:
-    """All ranks' backwards in plain PyTorch; gradients are their mean, `buffers` each rank's."""
-    losses = []
-    for rank, kept in enumerate(buffers):
-        for name, buffer in alone.named_buffers():
-            buffer.copy_(kept[name])
+    def _losses(self, step: int) -> torch.Tensor:
+        """One backward of the sharded model; every rank's loss, on every rank."""
+        rank = self.axis.rank
         torch.manual_seed(_seed(step, rank))
-        value = loss(alone, batch(step, rank))
-        (value / len(buffers)).backward()
-        losses.append(value.detach().double())
-        for name, buffer in alone.named_buffers():
-            kept[name].copy_(buffer)
-    return torch.stack(losses)
+        value = self.loss(self.sharded, self.batch(step, rank))
+        value.backward()
+        losses = torch.zeros(self.axis.size, dtype=torch.float64, device=value.device)
+        losses[rank] = value.detach().double()
+        all_reduce_small([losses], self.axis.group)
+        return losses
 
+    def _loss_of(self, step: int, rank: int, buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+        """A rank's backward in plain PyTorch, with its buffers; gradients add up to the mean."""
+        for name, buffer in self.alone.named_buffers():
+            buffer.copy_(buffers[name])
+        torch.manual_seed(_seed(step, rank))
+        value = self.loss(self.alone, self.batch(step, rank))
+        (value / self.axis.size).backward()
+        for name, buffer in self.alone.named_buffers():
+            buffers[name].copy_(buffer)
+        return value.detach().double()
 
-def _differences(
-    sharded: ShardedModule,
-    step: int,
-    kind: str,
-    tensors: dict[str, torch.Tensor],
-    expected: dict[str, torch.Tensor],
-    tolerance: float,
-    floor: float,
-) -> Iterator[Difference]:
-    for name in dict.fromkeys([*expected, *tensors]):
-        if (name in tensors) is not (name in expected):
-            yield Difference(step, 0, f"{kind} {name} (one side has none)", float("inf"), 0.0)
-            continue
-        off = (tensors[name].double() - expected[name].double()).abs().reshape(-1)
-        if not off.numel():
-            continue
-        worst = float(off.max())
-        limit = tolerance * max(float(expected[name].abs().max()), floor)
-        if not worst <= limit:
-            rank = _holder(sharded, name, int(off.nan_to_num(torch.inf).argmax()))
-            yield Difference(step, rank, f"{kind} {name}", worst, limit)
+    def _differences(
+        self,
+        step: int,
+        kind: str,
+        tensors: dict[str, torch.Tensor],
+        expected: dict[str, torch.Tensor],
+        floor: float,
+    ) -> Iterator[Difference]:
+        for name in dict.fromkeys([*expected, *tensors]):
+            if (name in tensors) is not (name in expected):
+                what = f"{kind} {name} (one side has none)"
+                yield Difference(step, 0, what, float("inf"), 0.0)
+                continue
+            off = (tensors[name].double() - expected[name].double()).abs().reshape(-1)
+            if not off.numel():
+                continue
+            worst = float(off.max())
+            limit = self.tolerance * max(float(expected[name].abs().max()), floor)
+            if not worst <= limit:
+                rank = self._holder(name, int(off.nan_to_num(torch.inf).argmax()))
+                yield Difference(step, rank, f"{kind} {name}", worst, limit)
 
-
-def _holder(sharded: ShardedModule, name: str, element: int) -> int:
-    """The rank that holds an element of a parameter at rest; rank 0 where all do."""
-    for group in sharded.parameter_groups():
-        for index, ref in enumerate(group.refs):
-            if ref.name == name and not group.main_weights.is_whole:
-                for span in group.layout.spans(index):
-                    if span.start <= element < span.stop:
-                        return group.axes.inner.ranks[span.shard % group.axes.inner.size]
-    return 0
+    def _holder(self, name: str, element: int) -> int:
+        """The rank that holds an element of a parameter at rest; rank 0 where all do."""
+        for group in self.sharded.parameter_groups():
+            for index, ref in enumerate(group.refs):
+                if ref.name == name and not group.main_weights.is_whole:
+                    for span in group.layout.spans(index):
+                        if span.start <= element < span.stop:
+                            return group.axes.inner.ranks[span.shard % group.axes.inner.size]
+        return 0
 
 
 def _seed(step: int, rank: int) -> int:

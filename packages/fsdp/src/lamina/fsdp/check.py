@@ -147,9 +147,10 @@ class _Both:
         torch.manual_seed(_seed(step, rank))
         value = self.loss(self.alone, self.batch(step, rank))
         (value / self.axis.size).backward()
+        result: torch.Tensor = value.detach().double()
         for name, buffer in self.alone.named_buffers():
             buffers[name].copy_(buffer)
-        return value.detach().double()
+        return result
 
     def _differences(
         self,

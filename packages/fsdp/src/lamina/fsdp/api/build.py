@@ -120,6 +120,7 @@ def resolve(
     if mesh is None:
         mesh = ParallelLayout().build()
     dense, expert = resolve_meshes(mesh, settings)
+    # Which axes cut the model: a norm, a checkpoint and an optimizer have to know.
     refs, model = collect_parameters(module), model_axes(mesh, settings)
     on_meta = not refs or any(ref.parameter.is_meta for ref in refs)
     if settings.init_model_with_meta_device and not on_meta:
@@ -139,6 +140,7 @@ def resolve(
     device = computing_device(nn.Module() if is_offloaded else module, mesh, settings.device)
     if is_offloaded:
         check_offload(settings, device, dense)
+    # Slots lie in memory that is registered with the groups that gather into it.
     gathering = [axes.inner.sibling("gather") for axes in (dense, expert) if axes is not None]
     refuse_unavailable(settings, gathering, device)
     slots = UnitSlots(settings, gathering, device) if settings.fsdp_double_buffer else None
@@ -172,6 +174,7 @@ def build_units(
     like this, before anything is changed.
     """
     precision = sharding.settings.precision
+    # Groups are planned for all units first: what is refused of the last one is refused in time.
     groups = [tuple(_plan_groups(plan, sharding)) for plan in plans]
     for plan, planned in zip(plans, groups, strict=True):
         check_experts(plan.refs, sharding.dense, sharding.expert, sharding.model)
@@ -185,10 +188,11 @@ def build_units(
         _make_unit(plan, planned, sharding, buffers_later)
         for plan, planned in zip(plans, groups, strict=True)
     ]
+    # After all of them, as a buffer may be that of modules of several units.
     cast_buffers(((n, m) for n, m in root.named_modules() if id(m) in own), precision)
     hooks = []
     for plan, unit in zip(plans, units, strict=True):
-        unit.reshard()
+        unit.reshard()  # modules hold main parameters from now on, and optimizers are made of them
         inner = plan is not plans[0]
         hooks += attach_hooks(
             plan.called,
@@ -213,6 +217,8 @@ def start_engine(
     `id`s of parameters that were to be left out.
     """
     settings = sharding.settings
+    # Several modules may be one unit. What is trained is reduced in the order of a backward, which
+    # comes to the last registered first.
     units = list(dict.fromkeys(each.unit for each in hooks))
     trained = [group for unit in units for group in unit.groups if group.requires_grad]
     gathered = all(group.settings.strategy.gathers for group in trained)
@@ -386,6 +392,7 @@ def _check_gradient_dtypes(group: _GroupPlan) -> None:
     if not group.trained or group.settings.reduction.cadence is not None:
         return
     axes, dtypes = group.axes, group.dtypes
+    # The last sum is stored as it arrives: over replicas that is in fp32, else as it was sent.
     sent = dtypes.wire
     if axes.ranks_inside().outer.size > 1:
         sent = torch.promote_types(sent, torch.float32)
@@ -417,6 +424,7 @@ def _check_budgets(
                     f"reduce_budget={reductions} bytes, and gradients of {plan.name or 'the root'} "
                     f"are {sent} bytes on the wire: raise it, or choose smaller fsdp_unit_modules"
                 )
+    # A unit computes inside those around it, whose weights are whole meanwhile.
     within = {plan.name: set(map(id, plan.module.modules())) for plan in plans}
     for plan in plans:
         around = [name for name, inside in within.items() if id(plan.module) in inside]
@@ -438,6 +446,8 @@ def _make_unit(
     """Values for a unit's meta parameters, and buffers for all (collective)."""
     settings, device = sharding.settings, sharding.device
     layouts = [(group.refs, group.layout) for group in groups]
+    # Unit by unit, so that no more than one is whole: the next one's values come when this one's
+    # are shards.
     materialise_unit(plan, device, settings.init_module, layouts, buffers_later)
     move_buffers(plan.own_modules(), device)
     if settings.sync_module_states:

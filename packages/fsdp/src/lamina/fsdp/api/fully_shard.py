@@ -39,7 +39,6 @@ from lamina.fsdp.module.sharded_module import (
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.state.cut_regions import (
     TensorRegions,
-    parts_among,
     refuse_looking_at_part,
     refuse_parts,
     regions_of,
@@ -229,10 +228,8 @@ def _shard(
     if optimizer is not None:
         known = {id(ref.parameter) for ref in refs}
         refuse_optimizer(optimizer, known, updated_apart(refs, sharding))
-        for ref in parts_among(refs, sharding.model):
-            refuse_looking_at_part(optimizer, ref.name, ref.parameter)
-    if not settings.preproc_state_dict_for_dcp_ckpt:
-        refuse_parts(module, sharding.model)
+    whole = not settings.preproc_state_dict_for_dcp_ckpt
+    refuse_parts(refs, sharding.model, optimizer, whole=whole)
     # From here on it is changed: DTensors become local, units get buffers, hooks and an engine.
     localise_dtensors(module)
     plans = plan_units(module, settings.fsdp_unit_modules)
@@ -250,9 +247,9 @@ def _shard(
     if settings.use_decoupled_grad:
         show_decoupled(main for group in groups for main in group.main_parameters)
     # What its state dictionaries hold, and how a copy of it is sharded.
-    if settings.preproc_state_dict_for_dcp_ckpt:
+    if not whole:
         show_parts(sharded, TensorRegions(groups, sharding.model))
-    give_whole_tensors(sharded, always=not settings.preproc_state_dict_for_dcp_ckpt)
+    give_whole_tensors(sharded, always=whole)
     blank = without_values(settings)
     remember_sharding([sharded], lambda copies: _shard(copies[0], None, blank))
     return sharded

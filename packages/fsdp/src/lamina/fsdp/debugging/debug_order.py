@@ -64,10 +64,13 @@ class OrderCheck:
         flags = [0] * len(self._names)
         for unit in ran:
             flags[self._indices[id(unit)]] = 1
-        found = self._everybodys([self._me, place, phase, *flags])
-        phases = {one: _ranks(found, 2, one) for one in sorted({message[2] for message in found})}
+        messages = self._everybodys([self._me, place, phase, *flags])
+        # From the plainest difference to the finest: another phase, a unit that some have run, and
+        # only then another place, which is mostly a consequence of one of these.
+        numbers = sorted({message[2] for message in messages})
+        phases = {number: _ranks(messages, 2, number) for number in numbers}
         if len(phases) > 1:
-            each = ", ".join(f"ranks {ranks} in {_PHASES[one]}" for one, ranks in phases.items())
+            each = ", ".join(f"ranks {on} in {_PHASES[number]}" for number, on in phases.items())
             raise RankOrderError(
                 f"ranks of {self._name} differ: {each}. One of these forwards or backwards does "
                 "not run on all ranks (an evaluation inside `if rank == 0`?): look at the line of "
@@ -75,24 +78,24 @@ class OrderCheck:
             )
         where = [*self._names, *self._stops]
         at = "; ".join(
-            f"at {where[one]} on ranks {_ranks(found, 1, one)}"
-            for one in dict.fromkeys(message[1] for message in found)
+            f"at {where[stop]} on ranks {_ranks(messages, 1, stop)}"
+            for stop in dict.fromkeys(message[1] for message in messages)
         )
         for index, name in enumerate(self._names, start=3):
-            on, off = _ranks(found, index, 1), _ranks(found, index, 0)
+            on, off = _ranks(messages, index, 1), _ranks(messages, index, 0)
             if on and off:
                 ran_on = f"{name} has run on ranks {on} of {self._name} and not on {off}"
                 raise RankOrderError(f"{ran_on} ({at}). {_REMEDY}")
-        if len({message[1] for message in found}) > 1:
+        if len({message[1] for message in messages}) > 1:
             raise RankOrderError(f"ranks of {self._name} differ: {at}. {_REMEDY}")
 
     def _everybodys(self, mine: list[int]) -> list[list[int]]:
         """The messages of all ranks, in their order: gathered along one axis after the other."""
-        messages = torch.tensor(mine, device=self._device)
+        flat = torch.tensor(mine, device=self._device)
         for axis in self._axes:
-            messages = start_all_gather(messages, axis.sibling("check"), async_op=False).wait()
-        found: list[list[int]] = messages.view(-1, len(mine)).tolist()
-        return sorted(found)
+            flat = start_all_gather(flat, axis.sibling("check"), async_op=False).wait()
+        messages: list[list[int]] = flat.view(-1, len(mine)).tolist()
+        return sorted(messages)
 
 
 def _forward() -> int:
@@ -106,5 +109,5 @@ def _forward() -> int:
     return int(torch.is_grad_enabled())
 
 
-def _ranks(found: Sequence[Sequence[int]], index: int, value: int) -> list[int]:
-    return [message[0] for message in found if message[index] == value]
+def _ranks(messages: Sequence[Sequence[int]], index: int, value: int) -> list[int]:
+    return [message[0] for message in messages if message[index] == value]

@@ -92,11 +92,11 @@ class MixedPrecisionPolicy:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for one in fields(self):
-            dtype = getattr(self, one.name)
+        for each in fields(self):
+            dtype = getattr(self, each.name)
             if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
                 raise ValueError(
-                    f"MixedPrecisionPolicy({one.name}={dtype}): weights and gradients are "
+                    f"MixedPrecisionPolicy({each.name}={dtype}): weights and gradients are "
                     "computed in floating dtypes, such as torch.bfloat16; weight_codec= keeps "
                     "weights in other ones"
                 )

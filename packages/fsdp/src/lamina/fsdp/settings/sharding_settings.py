@@ -229,15 +229,17 @@ class ShardingSettings:
                 "some units, model.unit_of(block).set_reshard_after_forward(...) after fully_shard"
             )
         check_fields(self)
-        for one in fields(self):
-            value, rules = getattr(self, one.name), one.metadata
-            if value is not one.default:
-                self._check(one.name, value, rules.get("needs"), rules.get("gathered", ""))
+        # First what each field's rules say of it, then what several fields say of each other.
+        for each in fields(self):
+            value, rules = getattr(self, each.name), each.metadata
+            if value is not each.default:
+                self._check(each.name, value, rules.get("needs"), rules.get("gathered", ""))
         has_axis = self.dp_outer_dim is not None or isinstance(self.device_mesh, ParallelMesh)
         if not has_axis and any(
             strategy.placements.optimizer_state[0].cuts for strategy in self.strategies.values()
         ):
             what = f"outer_dp_sharding_strategy={self.outer_dp_sharding_strategy!r}"
+            # By default it cuts nothing: then a `Strategy` of the user's does.
             if resolve_strategy(0, self.outer_dp_sharding_strategy) == resolve_strategy(0):
                 what = "the outer placement of zero_dp_strategy"
             raise ValueError(
@@ -251,7 +253,7 @@ class ShardingSettings:
             )
         if self.precision.weight_codec is not None and not self.gathers:
             raise ValueError(_kept_whole("weight_codec", "weights that are gathered"))
-        _ = self.rank_sum
+        _ = self.rank_sum  # which reductions exclude what is said where they are made
 
     def _check(self, name: str, value: Any, needs: tuple[str, str] | None, gathered: str) -> None:
         if needs is not None and not getattr(self, needs[0]):

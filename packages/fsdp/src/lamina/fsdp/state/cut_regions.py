@@ -4,7 +4,7 @@ A tp rank's parameter is a region of the model's. `state_dict()` says which (`Te
 `torch.distributed.checkpoint` writes and reads the model's tensor, and loads take the region back.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from lamina.ddp.engine import (
     ModelAxes,
     ParameterGroup,
     ParameterRef,
-    collect_parameters,
     needs_whole_tensors,
 )
 from lamina.fsdp.units.dtensors import is_cut_dtensor, region_of_dtensor
@@ -27,7 +26,6 @@ from lamina.fsdp.units.dtensors import is_cut_dtensor, region_of_dtensor
 __all__ = [
     "TensorRegions",
     "beside_parts",
-    "parts_among",
     "refuse_looking_at_part",
     "refuse_parts",
     "regions_of",
@@ -104,28 +102,28 @@ def show_parts(module: nn.Module, regions: TensorRegions) -> None:
     module.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
 
 
-def refuse_parts(module: nn.Module, axes: ModelAxes) -> None:
-    """Raise ValueError if ranks along `axes` hold parts of a model that is not sharded yet.
+def refuse_parts(
+    refs: Iterable[ParameterRef], axes: ModelAxes, optimizer: Optimizer | None, *, whole: bool
+) -> None:
+    """Raise ValueError if ranks along `axes` hold parts of what has to be whole.
 
-    Whole tensors are put together over data-parallel ranks only: every rank would save its part
-    under the name of the whole.
+    The model is not sharded yet. Its `optimizer` may look at whole tensors. If `state_dict()` holds
+    `whole` ones, these are put together over data-parallel ranks only: every rank would save its
+    part under the name of the whole.
     """
-    for ref in parts_among(collect_parameters(module), axes):
-        shape = list(ref.parameter.shape)
-        raise ValueError(
-            f"preproc_state_dict_for_dcp_ckpt=False: {ref.name} of shape {shape} is cut "
-            "by tensor or expert parallelism, and state_dict() would hold this rank's part of "
-            "it under the name of the whole. Leave the argument out, and save with "
-            "torch.distributed.checkpoint"
-        )
-
-
-def parts_among(refs: Iterable[ParameterRef], axes: ModelAxes) -> Iterator[ParameterRef]:
-    """The parameters of a model that is not sharded yet of which ranks along `axes` hold parts."""
     for ref in refs:
         shape = tuple(ref.parameter.shape)
-        if is_cut_dtensor(ref.parameter) or _region_of(ref, shape, axes) is not None:
-            yield ref
+        if not is_cut_dtensor(ref.parameter) and _region_of(ref, shape, axes) is None:
+            continue
+        if optimizer is not None:
+            refuse_looking_at_part(optimizer, ref.name, ref.parameter)
+        if whole:
+            raise ValueError(
+                f"preproc_state_dict_for_dcp_ckpt=False: {ref.name} of shape {list(shape)} is cut "
+                "by tensor or expert parallelism, and state_dict() would hold this rank's part of "
+                "it under the name of the whole. Leave the argument out, and save with "
+                "torch.distributed.checkpoint"
+            )
 
 
 def refuse_looking_at_part(optimizer: Optimizer, name: str, *parameters: torch.Tensor) -> None:

@@ -114,7 +114,7 @@ def _first_bytes(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _only(fresh: dict[int, torch.Tensor], root: nn.Module) -> Iterator[None]:
     """For the time being, modules hold each fresh tensor once, and meta tensors for all others."""
-    held: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+    replaced: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
     seen: set[int] = set()
     for module in root.modules():
         for tensors in (module._parameters, module._buffers):
@@ -124,15 +124,15 @@ def _only(fresh: dict[int, torch.Tensor], root: nn.Module) -> Iterator[None]:
                 if id(tensor) in fresh and id(tensor) not in seen:
                     seen.add(id(tensor))
                     continue
-                held.append((tensors, name, tensor))  # type: ignore[arg-type]
+                replaced.append((tensors, name, tensor))  # type: ignore[arg-type]
     try:
-        for tensors, name, tensor in held:
+        for tensors, name, tensor in replaced:
             shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             parameter = isinstance(tensor, nn.Parameter)
             tensors[name] = nn.Parameter(shape, tensor.requires_grad) if parameter else shape
         yield
     finally:
-        for tensors, name, tensor in held:
+        for tensors, name, tensor in replaced:
             tensors[name] = tensor
 
 

@@ -122,6 +122,7 @@ def _find_units(root: nn.Module) -> list[str]:
         if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             if any(_is_within(name, block) for block in blocks):
                 continue  # experts or heads inside a block go with their block
+            # Blocks are what a container holds several of, whatever else is between them.
             by_class: dict[type[nn.Module], list[str]] = {}
             for child_name, child in _called_within(name, module):
                 if child_name not in blocks and _may_be_block(child):
@@ -131,6 +132,7 @@ def _find_units(root: nn.Module) -> list[str]:
                     blocks.extend(same)
     if not blocks:
         return []
+    # An embedding or a head as large as half a block would make the root's unit the largest.
     threshold = statistics.median(_size(root.get_submodule(block)) for block in blocks) / 2
     leaves = [
         name

@@ -88,6 +88,8 @@ class UnitSlots:
         try:
             unit.start_unshard()
         except StaleStorageError:
+            # Who was kept since its forward, or gathered ahead, is gathered again in its turn. The
+            # root computes around all units, and a unit in backward waits for gradients.
             for other in units:
                 needed = other is unit or other is units[0]
                 if not needed and not other.in_backward:
@@ -142,6 +144,7 @@ class UnitSlots:
         """A whole step was observed: units that never live together share slots from now on."""
         if not self._planned:
             self._planned = True
+            # A unit that can share with none gets a slot too: all addresses are fixed then.
             self.pool.plan_slots(dedicated=True)
             self._follow_storage(units)
 
@@ -150,6 +153,8 @@ class UnitSlots:
         """All units may be whole in here, as in no step: nothing is planned for this."""
         with ExitStack() as stack:
             stack.callback(self._follow_storage, units)  # last of all: some go back to their slots
+            # Two units of one slot cannot both be whole in it: one moves for the time being, also
+            # where addresses are fixed otherwise.
             stack.enter_context(self.pool.out_of_turn())
             for unit in units:
                 for weights in _sharded(unit):

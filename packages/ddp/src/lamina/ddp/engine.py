@@ -23,11 +23,7 @@ from lamina.ddp.gradients.reduction import Reduction, resolve_reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.gradients.sums import RankSum
-from lamina.ddp.group.group import (
-    GroupSettings,
-    ParameterGroup,
-    plan_layout,
-)
+from lamina.ddp.group.group import GroupSettings, ParameterGroup, plan_layout
 from lamina.ddp.group.weights import COMING, LIVE, Weights, WeightsState, WholeWeights
 from lamina.ddp.inspect.inspection import HasGroups, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets
@@ -55,11 +51,7 @@ from lamina.ddp.parameters.axes import (
 )
 from lamina.ddp.parameters.dtypes import GroupDtypes, resolve_dtypes
 from lamina.ddp.parameters.facts import require_same_model
-from lamina.ddp.parameters.parameters import (
-    ParameterRef,
-    collect_parameters,
-    group_parameters,
-)
+from lamina.ddp.parameters.parameters import ParameterRef, collect_parameters, group_parameters
 from lamina.ddp.parameters.strategy import resolve_strategy
 from lamina.ddp.parameters.tensor_trees import Loan, map_tensors, tensors_in
 from lamina.ddp.wrapper.buckets import registration_refusal

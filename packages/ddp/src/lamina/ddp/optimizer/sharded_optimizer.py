@@ -20,12 +20,7 @@ from lamina.ddp.optimizer.adopt_parameters import (
     locate_main_parameters,
     require_same_optimizer,
 )
-from lamina.ddp.optimizer.flat_step import (
-    COUNTERS,
-    ELEMENTWISE,
-    MOMENTS,
-    unshare_counts,
-)
+from lamina.ddp.optimizer.flat_step import COUNTERS, ELEMENTWISE, MOMENTS, unshare_counts
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
 from lamina.ddp.optimizer.whole_step import refuse_cut_tensors, step_over_groups
 from lamina.mesh import ParallelMesh
@@ -165,17 +160,14 @@ class ShardedOptimizer(Optimizer):
         for group in self._groups:
             group.shown.follow_mains()
 
-    def _mine(self, group: ParameterGroup) -> list[bool]:
-        held = {id(p) for settings in self.param_groups for p in settings["params"]}
-        return [id(p) in held for p in group.main_parameters]
-
     def _zero(self, group: ParameterGroup) -> None:
-        gradients, mine = group.gradients, self._mine(group)
-        if gradients is None or not any(mine):
+        own = {id(p) for settings in self.param_groups for p in settings["params"]}
+        mine = [id(p) in own for p in group.main_parameters]
+        if group.gradients is None or not any(mine):
             return
         if all(mine):
             group.shown.zero()
-        elif gradients.is_waiting:
+        elif group.gradients.is_waiting:
             other = group.refs[mine.index(False)].name
             raise RuntimeError(
                 f"zero_grad(set_to_none=False) between microbatches: {other} is in a buffer with "

@@ -36,9 +36,7 @@ from lamina.ddp.parameters.axes import (
     refuse_unplaced,
 )
 from lamina.ddp.parameters.facts import require_same_model
-from lamina.ddp.parameters.parameters import (
-    collect_parameters,
-)
+from lamina.ddp.parameters.parameters import collect_parameters
 from lamina.ddp.wrapper.buckets import (
     BucketWaits,
     adopt_model_weights,

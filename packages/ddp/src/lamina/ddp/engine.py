@@ -8,15 +8,16 @@ from lamina.ddp.backward.gradient_hooks import (
 )
 from lamina.ddp.backward.reducer import BackwardEnd, GradientReducer, Order
 from lamina.ddp.compat import local_of_state_call
-from lamina.ddp.execution.engine import Engine, Prefetcher
-from lamina.ddp.execution.guards import BufferPolicy, Guards, ModuleBuffers, ModuleWatch
+from lamina.ddp.execution.engine import Engine, Guards, Prefetcher
 from lamina.ddp.execution.hooks import (
+    ModuleWatch,
     UnitHooks,
     attach_hooks,
     hooks_of,
     register_forward_method,
     unit_of,
 )
+from lamina.ddp.execution.module_buffers import BufferPolicy, ModuleBuffers
 from lamina.ddp.execution.unit import UnavailableError, Unit
 from lamina.ddp.finalize.finalize import finalize_plain_gradients, warn_of_unfinished_steps
 from lamina.ddp.gradients.reduction import Reduction, resolve_reduction

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -35,11 +36,21 @@ from lamina.collectives.engine import current_stream
 from lamina.ddp.backward.gradient_hooks import await_backward
 from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.compat import current_graph_task_id, graph_is_kept
-from lamina.ddp.execution.guards import Guards
+from lamina.ddp.execution.module_buffers import ModuleBuffers
 from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
 from lamina.ddp.group.group import ParameterGroup
 
-__all__ = ["Engine", "GatherBudget", "Prefetcher", "SharedSlots"]
+__all__ = ["Engine", "GatherBudget", "Guards", "Prefetcher", "SharedSlots", "UnitOrder"]
+
+
+class UnitOrder(Protocol):
+    """Compares over ranks which units run."""
+
+    def gather(self, unit: Unit, ran: Sequence[Unit], *, backward: bool) -> None:
+        """A unit is about to be gathered, after these have begun to run."""
+
+    def end(self, ran: Sequence[Unit], *, backward: bool) -> None:
+        """A forward or backward of these units has ended."""
 
 
 class SharedSlots(Protocol):
@@ -203,6 +214,23 @@ class Prefetcher:
         self._begun = 0
 
 
+@dataclass(frozen=True)
+class Guards:
+    """What looks after a model beside its computing.
+
+    Attributes:
+        look: looks at the outermost module before each forward of training (`ModuleWatch`).
+        module_buffers: brings buffers together before forwards.
+        order: compares over ranks which units run.
+        reads: makes what is entered around a forward: it watches over reads of released weights.
+    """
+
+    look: Callable[[nn.Module], None] | None = None
+    module_buffers: ModuleBuffers | None = None
+    order: UnitOrder | None = None
+    reads: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
 class _Graphs:
     """Graphs whose backward is still to come, or that were kept for another one.
 
@@ -336,8 +364,8 @@ class Engine:
         guards = self.guards
         if self.reducer.in_backward:
             return
-        if guards.watch is not None and torch.is_grad_enabled():
-            guards.watch.look(root)
+        if guards.look is not None and torch.is_grad_enabled():
+            guards.look(root)
         if guards.module_buffers is not None:
             guards.module_buffers.before_forward(root)
 

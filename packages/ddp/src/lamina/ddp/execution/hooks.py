@@ -1,4 +1,4 @@
-"""What ties the engine to modules: hooks, and marks on the autograd graph.
+"""What ties the engine to modules and optimizers: hooks, and marks on the autograd graph.
 
 Note [Marked outputs]
     torch's own backward hooks of modules fire when gradients of a module's inputs are there, and
@@ -9,25 +9,39 @@ Note [Marked outputs]
     several times, or run again without being called by autograd (reentrant recomputation), so each
     call leaves a `PendingBackward` on its graph, and the unit is closed when none is left. Leaves
     carry no hook: a user's parameter would keep it for good.
+
+Note [Parameters that are new since wrapping]: PyTorch lets a user put another parameter, or another
+submodule, into a model at any time. No buffer has a place for it, so no rank would sum its gradient
+and each rank would train its own. A parameter that was replaced would come back at the next
+gather. So the outermost module looks before each forward of training, and says which one it is.
+
+Note [Optimizers of other parameters]: an optimizer may hold parameters that never have a gradient,
+since theirs are on main parameters: it was made before the model was wrapped, or after a forward
+without a backward, while modules hold what they compute with. Its step would leave them out without
+a word. So every optimizer is asked before its step, by a hook of torch's for all of them.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamina.ddp.compat import function_transform
 from lamina.ddp.execution.engine import Engine
 from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
+from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.tensor_trees import Loan, map_tensors, tensors_in
 
 __all__ = [
+    "ModuleWatch",
     "UnitHooks",
     "attach_hooks",
     "hooks_of",
@@ -389,3 +403,105 @@ def mark_outputs(
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(tree, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+class ModuleWatch:
+    """Looks at a model, of these groups, before its forwards of training and before any step.
+
+    `wrapper` is what the user called and `remedy` how its optimizers are made, for messages.
+    `left_alone` are `id`s of parameters that are in no group, and were to be left out.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[ParameterGroup],
+        wrapper: str,
+        remedy: str,
+        left_alone: Collection[int] = (),
+    ) -> None:
+        self._wrapper, self._remedy = wrapper, remedy
+        self._left_alone = frozenset(left_alone)
+        # By module and attribute: the name of the parameter, and the `id`s it may have there.
+        self._expected: dict[tuple[int, str], tuple[str, int, int]] = {}
+        self._computed_with: dict[int, str] = {}  # names of parameters whose main one is another
+        self._modules: list[weakref.ref[nn.Module]] = []  # whose `id`s are in use while they live
+        for group in groups:
+            for ref, main in zip(group.refs, group.main_parameters, strict=True):
+                for owner, attribute in ref.owners:
+                    if (module := owner()) is not None:
+                        self._modules.append(owner)
+                        ids = (ref.name, id(ref.parameter), id(main))
+                        self._expected[id(module), attribute] = ids
+                if group.requires_grad and main is not ref.parameter:
+                    self._computed_with[id(ref.parameter)] = ref.name
+        if self._computed_with:
+            _refuse_in_steps(self)
+
+    def look(self, root: nn.Module) -> None:
+        """Raise if the model below `root` holds parameters that it was not wrapped with.
+
+        RuntimeError: a parameter is new, gone or another one.
+        """
+        expected, left_alone = self._expected, self._left_alone
+        # Plain loops over dictionaries: this runs before every forward.
+        modules, seen = [root], {id(root)}
+        for module in modules:
+            place = id(module)
+            for name, parameter in module._parameters.items():
+                known = expected.get((place, name))
+                if known is None:
+                    if (
+                        parameter is not None
+                        and parameter.requires_grad
+                        and id(parameter) not in left_alone
+                    ):
+                        raise RuntimeError(self._new(root, parameter))
+                elif id(parameter) not in known:
+                    raise RuntimeError(self._replaced(known[0], parameter))
+            for child in module._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    modules.append(child)
+
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError if an optimizer holds parameters that never have a gradient."""
+        for settings in optimizer.param_groups:
+            ids = list(map(id, settings["params"]))
+            if not self._computed_with.keys().isdisjoint(ids):
+                name = next(self._computed_with[key] for key in ids if key in self._computed_with)
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() with {name} as modules compute with it, "
+                    "whose gradient is on a main parameter, so no step would change it: the "
+                    f"optimizer was made before {self._wrapper} and not given to it, or after a "
+                    "forward without a backward, or the parameter was added to it afterwards. "
+                    f"{self._remedy}"
+                )
+
+    def _new(self, root: nn.Module, parameter: nn.Parameter) -> str:
+        name = next((n for n, p in root.named_parameters() if p is parameter), "a parameter")
+        return (
+            f"{name} was not there when {self._wrapper} was called, so no rank would sum its "
+            f"gradient and ranks would diverge. Add parameters before {self._wrapper}, or freeze "
+            "this one with requires_grad_(False)"
+        )
+
+    def _replaced(self, name: str, parameter: nn.Parameter | None) -> str:
+        what = "was removed" if parameter is None else "is another parameter"
+        return (
+            f"{name} {what} since {self._wrapper} was called, and the buffers hold the one before. "
+            "Write values into that one (`with torch.no_grad(): parameter.copy_(value)`), or "
+            f"replace, tie and remove parameters before {self._wrapper}"
+        )
+
+
+def _refuse_in_steps(watch: ModuleWatch) -> None:
+    """Let a model's watch look at every optimizer before its steps, as long as the model lives."""
+    reference = weakref.ref(watch)
+
+    def before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
+        # Torch runs the hook for optimizers of other models too, which may be compiled.
+        if not torch.compiler.is_compiling() and (known := reference()) is not None:
+            known.refuse(optimizer)
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    weakref.finalize(watch, handle.remove)

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from lamina.ddp.execution.guards import BufferPolicy
+from lamina.ddp.execution.module_buffers import BufferPolicy
 from lamina.ddp.gradients.reduction import resolve_reduction
 from lamina.ddp.parameters.strategy import Strategy, resolve_strategy
 from lamina.mesh.engine import check_fields, setting

@@ -18,9 +18,9 @@ from lamina.collectives.engine import RegisteredPool, broadcast
 from lamina.ddp.backward.gradient_hooks import refuse_wrapped
 from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.compat import local_of_state_call
-from lamina.ddp.execution.engine import Engine, Prefetcher
-from lamina.ddp.execution.guards import Guards, ModuleBuffers, ModuleWatch
-from lamina.ddp.execution.hooks import mark_outputs
+from lamina.ddp.execution.engine import Engine, Guards, Prefetcher
+from lamina.ddp.execution.hooks import ModuleWatch, mark_outputs
+from lamina.ddp.execution.module_buffers import ModuleBuffers
 from lamina.ddp.execution.unit import Unit
 from lamina.ddp.gradients.reduction import resolve_reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
@@ -253,12 +253,12 @@ class DistributedDataParallel(_NamesInside, DataParallel):
             reducer,
             self._gathers,
             guards=Guards(
-                watch=ModuleWatch(
+                look=ModuleWatch(
                     self._groups,
                     "DistributedDataParallel",
                     "Wrap one over model.parameters() in ShardedOptimizer(optimizer, model, mesh)",
                     left_alone,
-                ),
+                ).look,
                 module_buffers=buffers if buffers.per_forward else None,
             ),
         )

@@ -240,13 +240,13 @@ def start_engine(
         Prefetcher(units, ahead=int(settings.overlap_param_gather), budget=settings.gather_budget),
         slots=sharding.slots,
         guards=Guards(
-            watch=ModuleWatch(
+            look=ModuleWatch(
                 (group for unit in units for group in unit.groups),
                 wrapper,
                 "Give it to fully_shard(model, optimizer) or fully_shard_optimizer(optimizer, "
                 "model), or make it over model.parameters() before the first forward",
                 left_alone,
-            ),
+            ).look,
             module_buffers=buffers if buffers.per_forward else None,
             order=check,
             reads=StorageCheck(sharding.pool).watching if settings.check_storage else nullcontext,

@@ -252,14 +252,14 @@ def _settle_for_state_dicts(modules: Sequence[nn.Module], hooks: UnitHooks) -> N
             for reference, attribute in ref.owners:
                 if (owner := reference()) is not None:
                     holders.setdefault(owner, []).append((attribute, main))
-    for module, held in holders.items():
-        _hook_state_dicts(module, hooks, None if module in modules else held)
+    for module, mains in holders.items():
+        _hook_state_dicts(module, hooks, None if module in modules else mains)
 
 
 def _hook_state_dicts(
-    module: nn.Module, hooks: UnitHooks, held: list[tuple[str, nn.Parameter]] | None
+    module: nn.Module, hooks: UnitHooks, mains: list[tuple[str, nn.Parameter]] | None
 ) -> None:
-    """The hooks of one module; `held` are its main parameters where it is not the unit's own."""
+    """The hooks of one module; `mains` are its main parameters where it is not the unit's own."""
     unit = hooks.unit
 
     def settle(module: nn.Module, *, loading: bool) -> None:
@@ -267,8 +267,8 @@ def _hook_state_dicts(
             unit.reshard()
             return
         units: Sequence[Unit] = (unit,)
-        if held is not None:  # mostly the unit around it is at rest already
-            units = () if all(module._parameters.get(n) is p for n, p in held) else units
+        if mains is not None:  # mostly the unit around it is at rest already
+            units = () if all(module._parameters.get(n) is p for n, p in mains) else units
         elif unit is hooks.engine.root:
             units = hooks.engine.units
         hooks.engine.put_at_rest(units, loading=loading)

@@ -63,7 +63,7 @@ class ModuleBuffers:
     def _send(self, root: nn.Module, chosen: set[int]) -> None:
         """Take the first rank's, with one collective for all of one device."""
         experts = set(_of_experts(root)) if self._has_experts else set()
-        found: dict[tuple[bool, torch.device], list[torch.Tensor]] = {}
+        by_kind: dict[tuple[bool, torch.device], list[torch.Tensor]] = {}
         for prefix, module in root.named_modules():
             for name, buffer in module._buffers.items() if id(module) in chosen else ():
                 if buffer is None or not buffer.numel() or buffer.is_meta:
@@ -72,8 +72,8 @@ class ModuleBuffers:
                     # `.data` leaves the version alone, as batch norm itself does: no backward
                     # reads statistics, and one of an earlier forward may be still to come.
                     written = buffer.data if isinstance(module, _STATISTICS) else buffer
-                    found.setdefault((id(module) in experts, buffer.device), []).append(written)
-        for (of_expert, _), buffers in found.items():
+                    by_kind.setdefault((id(module) in experts, buffer.device), []).append(written)
+        for (of_expert, _), buffers in by_kind.items():
             _broadcast(buffers, self._axes[of_expert])
 
 

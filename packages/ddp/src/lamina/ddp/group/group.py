@@ -355,7 +355,7 @@ class ParameterGroup:
 
     def look_for_writes(self) -> None:
         """Note what somebody has written to parameters since the last look."""
-        self.writes.look(told=bool(self.optimizers))
+        self.writes.look(has_optimizer=bool(self.optimizers))
 
     def call_user_hooks(self, called: set[int]) -> None:
         """Call users' hooks with final gradients. What they write is a step, and is not compared.
@@ -365,7 +365,7 @@ class ParameterGroup:
         # What was written before the hooks is compared; what the hooks write is a step.
         self.look_for_writes()
         self.shown.hooks.call(self.refs, self.main_parameters, called)
-        self.writes.look(told=False, compared=False)
+        self.writes.look(has_optimizer=False, compared=False)
 
     def discard_gradients(self) -> None:
         """Forget all gradients, reduced or not."""
@@ -508,10 +508,10 @@ def refuse_changed(group: ParameterGroup) -> None:
     RuntimeError: after `.half()` or `.to()`, which took them out of their buffers. ValueError: the
     group has no gradients, and a parameter wants some by now.
     """
-    ref, main, held = group.refs[0], group.main_parameters[0], group.main_weights.data
+    ref, main, buffer = group.refs[0], group.main_parameters[0], group.main_weights.data
     for parameter, dtype, device in (
         (ref.parameter, group.dtypes.weights, group.weights.full.device),
-        (main, held.dtype, held.device),
+        (main, buffer.dtype, buffer.device),
     ):
         if parameter.dtype != dtype or parameter.device != device:
             raise RuntimeError(

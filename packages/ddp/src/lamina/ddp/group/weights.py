@@ -323,16 +323,16 @@ class Writes:
         """How often main parameters were written, as far as their version counters tell."""
         return sum(map(_VERSION, self._mains))
 
-    def look(self, *, told: bool, compared: bool = True) -> None:
+    def look(self, *, has_optimizer: bool, compared: bool = True) -> None:
         """Note what was written since the last look; if `compared`, ranks are to compare it.
 
-        Unless whoever steps the main parameters says so (`told`, by `forget`), a step is a write
+        Unless an optimizer steps the main parameters that says so (by `forget`), a step is a write
         too, which counts where values can be compared.
         """
         now = [*map(_VERSION, self._mains)]
         if now != self._known:
             self.news.update(index for index, new in enumerate(now) if new != self._known[index])
-            if compared and (told or self.whole):
+            if compared and (has_optimizer or self.whole):
                 self._note(now, self._known, main=True)
             self._known = now
         before = self._computed_with

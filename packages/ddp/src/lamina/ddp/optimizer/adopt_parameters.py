@@ -93,14 +93,14 @@ def refuse_optimizer(
     ValueError: it holds none of them, or is an LBFGS (which keeps a list of them to itself) and
     some are apart.
     """
-    held = [id(p) for settings in optimizer.param_groups for p in settings["params"]]
-    if held and not any(one in known for one in held):
+    ids = [id(p) for settings in optimizer.param_groups for p in settings["params"]]
+    if ids and not any(key in known for key in ids):
         raise ValueError(
-            f"{type(optimizer).__name__} holds {len(held)} parameters and none of them is in the "
+            f"{type(optimizer).__name__} holds {len(ids)} parameters and none of them is in the "
             "module: build it with optimizer = ...(model.parameters()) before (or after) sharding "
             "that same model"
         )
-    missed = [apart[one] for one in held if one in apart]
+    missed = [apart[key] for key in ids if key in apart]
     if isinstance(optimizer, torch.optim.LBFGS) and missed:
         raise ValueError(
             f"LBFGS keeps its own list of parameters, and {missed[0]} gets a main "

@@ -384,11 +384,11 @@ class FlatStep(BorrowedGroups):
                 continue
             flat = self._flat_state(run.group, name, local_of(value).dtype)
             for index, main in zip(run.indices, run.mains, strict=True):
-                held = optimizer.state[main][name]
-                if held is self._members.get((run.group, name, index)):
+                own = optimizer.state[main][name]
+                if own is self._members.get((run.group, name, index)):
                     continue
                 start, stop = run.group.spans[index]
-                local = local_of(held).reshape(-1)
+                local = local_of(own).reshape(-1)
                 if local.numel() and local.data_ptr() != flat[start:stop].data_ptr():
                     flat[start:stop].copy_(local)  # loaded, or made before the first flat step
             run.state[name] = flat[run.start : run.stop]

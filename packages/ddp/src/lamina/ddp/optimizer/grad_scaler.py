@@ -52,9 +52,9 @@ class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[misc, unused-igno
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        overflows = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         anywhere = found_inf.clone()  # a rank without gradients takes part as well
-        for overflow in found.values():
+        for overflow in overflows.values():
             anywhere = torch.maximum(anywhere, overflow.to(anywhere.device))
         for axis in self._axes:
             all_reduce_small([anywhere], axis.sibling("reduce"), op="max")

@@ -61,10 +61,7 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        module: nn.Module,
-        mesh: ParallelMesh | DeviceMesh | None = None,
+        self, optimizer: Optimizer, module: nn.Module, mesh: ParallelMesh | DeviceMesh | None = None
     ) -> None:
         groups = groups_of(module)
         require_same_optimizer(type(self).__name__, optimizer, groups)
@@ -119,7 +116,7 @@ class ShardedOptimizer(Optimizer):
         that have state already keep it.
         """
         mains = [p for group in self.param_groups for p in group["params"]]
-        held = {id(p): (p.grad, p.detach().clone()) for p in mains}
+        kept = {id(p): (p.grad, p.detach().clone()) for p in mains}
         rates = [group["lr"] for group in self.param_groups]
         with torch.no_grad():
             for parameter in mains:
@@ -135,7 +132,7 @@ class ShardedOptimizer(Optimizer):
                 for group, rate in zip(self.param_groups, rates, strict=True):
                     group["lr"] = rate
             for parameter in mains:
-                parameter.grad, before = held[id(parameter)]
+                parameter.grad, before = kept[id(parameter)]
                 parameter.copy_(before)
                 self._narrow_moments(parameter)
 
@@ -268,7 +265,7 @@ class ShardedOptimizer(Optimizer):
             for parameter in by_name[name]:
                 self._take(parameter, values, before[id(parameter)])
 
-    def _take(self, parameter: nn.Parameter, values: dict[str, Any], held: dict[str, Any]) -> None:
+    def _take(self, parameter: nn.Parameter, values: dict[str, Any], kept: dict[str, Any]) -> None:
         """One parameter's state, and its main weights where they are apart from the model's."""
         if self._is_apart(parameter) and _MAIN_WEIGHTS in values:
             with torch.no_grad():
@@ -278,7 +275,7 @@ class ShardedOptimizer(Optimizer):
         for key, value in values.items():
             if key != _MAIN_WEIGHTS:
                 cut = self._cut(parameter, value, elementwise=elementwise)
-                taken[key] = _taken(cut, None if key in COUNTERS else held.get(key))
+                taken[key] = _taken(cut, None if key in COUNTERS else kept.get(key))
         if taken:
             self.state[parameter] = taken
 
@@ -298,14 +295,14 @@ class ShardedOptimizer(Optimizer):
         return value
 
 
-def _taken(value: Any, held: Any) -> Any:
+def _taken(value: Any, before: Any) -> Any:
     """A loaded value, written into the tensor that is there where shapes agree."""
     if isinstance(value, torch.Tensor):
-        if isinstance(held, torch.Tensor) and held.shape == value.shape:
+        if isinstance(before, torch.Tensor) and before.shape == value.shape:
             with torch.no_grad():
-                if held is not value:
-                    held.copy_(value)
-            return held
+                if before is not value:
+                    before.copy_(value)
+            return before
         return value.clone()
     return value
 
@@ -320,16 +317,16 @@ def match_groups(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -
     taken: dict[int, str] = {}
     matched: list[int | None] = []
     for names in own:
-        found = {place[name]: name for name in names if name in place}
-        if len(found) > 1:
-            (first, one), (second, other) = list(found.items())[:2]
+        places = {place[name]: name for name in names if name in place}
+        if len(places) > 1:
+            (first, one), (second, other) = list(places.items())[:2]
             raise _differ(f"{one} was in group {first} and {other} in group {second}, here in one")
-        if not found:
+        if not places:
             if names:
                 raise _differ(f"no saved group holds {names[0]}")
             matched.append(None)
             continue
-        (at, name), *_ = found.items()
+        (at, name), *_ = places.items()
         if at in taken:
             raise _differ(f"{taken[at]} and {name} were in one group, here in two")
         taken[at] = name

@@ -180,9 +180,9 @@ def check_experts(
     tp, expert_tp, ep = model.tp, model.expert_tp, model.ep
     copies = dense if expert is None else expert
     same = (copies.outer.ranks, copies.inner.ranks) == (dense.outer.ranks, dense.inner.ranks)
-    held = (set(copies.outer.ranks), set(copies.inner.ranks))
+    both = (set(copies.outer.ranks), set(copies.inner.ranks))
     apart = [
-        axis for axis in (ep, expert_tp) if axis and any(len(h & set(axis.ranks)) > 1 for h in held)
+        axis for axis in (ep, expert_tp) if axis and any(len(r & set(axis.ranks)) > 1 for r in both)
     ]
     over_tp = tp is not None and tp.size > 1 and (expert_tp is None or expert_tp.size == 1)
     for ref in refs:
@@ -243,7 +243,7 @@ def _apart(mesh: DeviceMesh) -> tuple[str, ...]:
 def _coordinates(mesh: ParallelMesh | DeviceMesh) -> str:
     if isinstance(mesh, ParallelMesh):
         sizes = zip(mesh.mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)
-        found = {name: mesh.coordinate[name] for name, size in sizes if size > 1}
+        places = {name: mesh.coordinate[name] for name, size in sizes if size > 1}
     else:
-        found = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
-    return ", ".join(f"{name}={place}" for name, place in found.items())
+        places = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
+    return ", ".join(f"{name}={place}" for name, place in places.items())

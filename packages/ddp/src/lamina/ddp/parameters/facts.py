@@ -105,8 +105,8 @@ def optimizer_facts(optimizer: Optimizer, names: Mapping[int, str]) -> list[Fact
         for key, value in group.items():
             if key != "params":
                 facts.append((f"{key} of its group {number}", describe(value)))
-        held = [names[id(p)] for p in group["params"] if id(p) in names]
-        many = ", ".join(held) or str(len(group["params"]))
+        known = [names[id(p)] for p in group["params"] if id(p) in names]
+        many = ", ".join(known) or str(len(group["params"]))
         facts.append((f"parameters of its group {number}", many))
     return facts
 

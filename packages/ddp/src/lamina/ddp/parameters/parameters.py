@@ -235,16 +235,16 @@ def _laid_out_already(
 ) -> torch.Tensor | None:
     """The parameters' own memory, where somebody made them as the layout has them."""
     places = zip(refs, layout.specs, layout.offsets, strict=True)
-    held = [(ref.parameter, offset) for ref, spec, offset in places if spec.numel]
-    if not held:
+    placed = [(ref.parameter, offset) for ref, spec, offset in places if spec.numel]
+    if not placed:
         return None
-    first, start = held[0]
+    first, start = placed[0]
     storage = first.untyped_storage()
     base = first.storage_offset() - start
     end = (base + layout.size) * first.element_size()
     if base < 0 or end > storage.nbytes() or first.dtype != dtype or first.device != device:
         return None
-    for parameter, offset in held:
+    for parameter, offset in placed:
         if (
             parameter.untyped_storage().data_ptr() != storage.data_ptr()
             or parameter.storage_offset() - base != offset

@@ -137,13 +137,13 @@ def plan_buckets(
     buckets: list[tuple[GroupKey, list[ParameterRef]]] = []
     for key, members in group_parameters(reversed(refs)):
         bucket: list[ParameterRef] = []
-        held = 0
+        elements = 0
         for ref in members:
             bucket.append(ref)
-            held += ref.parameter.numel()
-            if held >= limit:
+            elements += ref.parameter.numel()
+            if elements >= limit:
                 buckets.append((key, bucket))
-                bucket, held = [], 0
+                bucket, elements = [], 0
         if bucket:
             buckets.append((key, bucket))
     place = {ref.name: index for index, ref in enumerate(reversed(refs))}
@@ -210,17 +210,19 @@ def registered_pool(
 
     RegistrationError says why hardware, build or backend lack it.
     """
-    found = [
+    communicators = [
         group
         for kind in axes
         if kind is not None
         for purpose in ("gather", "reduce")
         for group in kind.groups(purpose)
     ]
-    refusal = registration_refusal(found, device)
+    refusal = registration_refusal(communicators, device)
     if refusal is not None:
         raise RegistrationError(refusal)
-    return register_pool(list({id(one): one for one in found if one is not None}.values()), device)
+    return register_pool(
+        list({id(group): group for group in communicators if group is not None}.values()), device
+    )
 
 
 def registration_refusal(

@@ -129,6 +129,32 @@ def test_inspection_and_clipping_see_its_parameters(replicate, ranks):
     assert_near(full_gradients(model), {n: p.grad for n, p in reference.named_parameters()})
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reshard", [False, True, 1])
+def test_a_forward_without_a_backward_hides_neither_gradients_nor_what_a_step_wrote(reshard, ranks):
+    mesh = ParallelLayout().build("cpu")
+    model = TorchFullyShardedDataParallel(build(), Config(reshard), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = build()
+    model(batch(0, ranks.rank)).square().mean().backward()
+    for rank in range(2):
+        (reference(batch(0, rank)).square().mean() / 2).backward()
+    model(batch(1, ranks.rank))
+    assert_near(full_gradients(model), {n: p.grad for n, p in reference.named_parameters()})
+    model(batch(1, ranks.rank))
+    wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm(model, 0.1, mesh), wanted, rtol=1e-5, atol=0)
+    model(batch(1, ranks.rank))
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.sub_(parameter.grad, alpha=0.1)
+    assert_near(full_parameters(model), {n: p.detach() for n, p in reference.named_parameters()})
+    model(batch(1, ranks.rank))
+    model.zero_grad()
+    assert full_gradients(model) == {}
+
+
 def assert_near(found, wanted):
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TorchDispatchMode",
+    "current_graph_task_id",
     "forget_groups",
     "free_of_references",
     "local_shape_and_offset",

@@ -26,7 +26,7 @@ from lamina.ddp.engine import (
     refuse_wrapped,
     require_same_model,
 )
-from lamina.fsdp.compat import forget_groups
+from lamina.fsdp.compat import current_graph_task_id, forget_groups
 from lamina.fsdp.units.plan import plan_units
 from lamina.mesh import ParallelMesh, role_of
 from lamina.mesh.engine import (
@@ -134,13 +134,34 @@ class TorchFullyShardedDataParallel(DataParallel):
         self.module = module
         self._syncs = True
         self._unsummed = False
+        self._in_forward = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
         if torch.is_grad_enabled():
             self._unsummed = not self._syncs
         self._module_buffers.before_forward(self.module)
-        return self.module(*args, **kwargs)
+        self._in_forward = True
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._in_forward = False
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module: the parameters that optimizers step, which hold the gradients.
+
+        With `reshard_after_forward=False`, and after a forward that no backward follows, FSDP2
+        leaves whole parameters without gradients in their places until it is told to reshard.
+        """
+        if not self._in_forward and current_graph_task_id() == -1:
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return super().named_parameters(*args, **kwargs)
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by the wrapped module's names."""
+        return ((name.removeprefix("module."), p) for name, p in self.named_parameters())
 
     def parameter_groups(self) -> Iterator[ParameterGroup]:
         """None of Lamina's: FSDP2 has its own buffers."""
@@ -148,13 +169,11 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Whole parameters by the wrapped module's names, on every rank (collective)."""
-        named = self.module.named_parameters()
-        return {name: _whole(parameter.detach()) for name, parameter in named}
+        return {name: _whole(parameter.detach()) for name, parameter in self._named()}
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole gradients of those parameters that have one (collective)."""
-        named = self.module.named_parameters()
-        return {name: _whole(p.grad) for name, p in named if p.grad is not None}
+        return {name: _whole(p.grad) for name, p in self._named() if p.grad is not None}
 
     def memory_plan(self) -> MemoryPlan:
         """Bytes at rest, exactly; of a step what FSDP2's own code says that it holds.
@@ -162,7 +181,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         That is the output of one unit's gather beside the whole weights of two units, and the
         input and output of two reductions.
         """
-        parameters = list(self.module.parameters())
+        parameters = list(self.parameters())
         units = sorted(self._unit_bytes)[-2:]
         return MemoryPlan(
             weights=sum(map(_local_bytes, parameters)),
@@ -208,7 +227,7 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""
-        for parameter in self.module.parameters():
+        for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
@@ -223,11 +242,11 @@ class TorchFullyShardedDataParallel(DataParallel):
                 "zero_grad_buffer: torch's FSDP2 cannot forget gradients that were accumulated "
                 "inside no_sync: run the step's last microbatch outside it first"
             )
-        self.module.zero_grad(set_to_none=True)
+        self.zero_grad(set_to_none=True)
 
     def broadcast_params(self) -> None:
         """FSDP2's shards are the only copies, but for replicas along the outer dimension."""
-        for parameter in self.module.parameters():
+        for parameter in self.parameters():
             if isinstance(parameter, DTensor):
                 local = parameter.to_local().detach()
                 broadcast(local, self._axes.outer.group, src=0).wait()

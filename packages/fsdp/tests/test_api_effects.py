@@ -360,6 +360,25 @@ def test_a_copy_of_a_sharded_model_trains_on_as_the_model_does(kind, dtype, rank
         assert torch.equal(loss_of(again, ranks.rank), loss_of(made, ranks.rank))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [2, "shard_module"])
+def test_a_copy_takes_the_first_ranks_statistics_in_its_first_evaluation(kind, ranks):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if kind == "shard_module":
+        shard_module(model, broadcast_buffers="forward")
+    else:
+        fully_shard(model, zero_dp_strategy=kind, broadcast_buffers="forward")
+    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(ranks.rank))
+    model(rows).sum().backward()
+    made = copy.deepcopy(model)
+    for one in (made, model):
+        one.eval()(rows)
+    means = [one[1].running_mean.clone() for one in (made, model)]
+    torch.distributed.broadcast(first := means[1].clone(), 0)
+    assert torch.equal(means[1], first)
+    assert torch.equal(means[0], first)
+
+
 def sharded_as(model, **settings):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     return fully_shard(model, device_mesh=mesh, fsdp_unit_modules=[Block], **settings)

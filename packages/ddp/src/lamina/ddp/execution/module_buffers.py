@@ -42,8 +42,9 @@ class ModuleBuffers:
         self._axes = {False: dense, True: dense if expert is None else expert}
         self._has_experts = expert is not None
         self._ignored = frozenset(ignored)
-        self._written = False
-        """Whether the forward before this one was a forward of training, which writes buffers."""
+        self._written = True
+        """Whether the forward before this one may have written buffers, as those of training do.
+        Of a model that has run in no forward yet nobody knows: it may be a copy of one that has."""
 
     def start(self, root: nn.Module, modules: Iterable[nn.Module]) -> None:
         """The model is being wrapped.

@@ -377,6 +377,26 @@ def test_gradients_that_the_optimizer_drops_are_dropped_in_the_module(compiled, 
 
 
 @pytest.mark.ranks(2)
+def test_a_part_may_be_compiled_while_its_weights_have_gradients(ranks):
+    mesh = ParallelLayout().build("cpu")
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[0].compile(backend="eager")
+    model = DistributedDataParallel(net, config, mesh)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, mesh)
+    for rows in range(1, 4):
+        model(torch.ones(rows, 4)).sum().backward()
+        gradients = [p.grad for p in net.parameters()]
+        assert all(grad is not None for grad in gradients)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            model(torch.ones(7, 4))
+        assert [id(p.grad) for p in net.parameters()] == [id(grad) for grad in gradients]
+    torch.testing.assert_close(full_gradients(model)["1.bias"], torch.full((4,), 6.0))
+    optimizer.step()
+
+
+@pytest.mark.ranks(2)
 def test_an_optimizer_over_the_whole_world_needs_no_mesh(ranks):
     model = DistributedDataParallel(
         build(), DistributedDataParallelConfig(use_distributed_optimizer=True)

@@ -360,6 +360,24 @@ def test_a_copy_of_a_sharded_model_trains_on_as_the_model_does(kind, dtype, rank
         assert torch.equal(loss_of(again, ranks.rank), loss_of(made, ranks.rank))
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", [3, "shard_module"])
+def test_a_copy_has_the_part_that_torch_compile_has_wrapped(kind, ranks):
+    model = build()
+    blocks = list(model.blocks)
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    if kind == "shard_module":
+        for block in (*blocks, model):
+            shard_module(block)
+    else:
+        fully_shard(model, zero_dp_strategy=kind, fsdp_unit_modules=[Block])
+    loss_of(model, 0).backward()
+    made = copy.deepcopy(model)
+    assert [type(m).__name__ for m in made.modules()] == [type(m).__name__ for m in model.modules()]
+    assert made.blocks[1]._orig_mod is not model.blocks[1]._orig_mod
+    assert torch.equal(loss_of(made, 0), loss_of(model, 0))
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [2, "shard_module"])
 def test_a_copy_takes_the_first_ranks_statistics_in_its_first_evaluation(kind, ranks):

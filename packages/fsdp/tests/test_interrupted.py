@@ -225,6 +225,30 @@ def test_a_graph_that_slots_have_left_behind_is_refused_by_name(ranks):
     loss_of(model, ranks.rank).backward()
 
 
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, depth=2):
+        x = self.linear(x).tanh()
+        return self(x, depth - 1) if depth > 1 else x
+
+
+@pytest.mark.ranks(2)
+def test_a_kept_graph_of_a_unit_that_calls_itself_can_be_walked_again(ranks):
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), Recursive()), fsdp_unit_modules=[Recursive])
+    loss = model(torch.ones(2, 8)).sum()
+    loss.backward(retain_graph=True)
+    once = full_gradients(model)
+    loss.backward()
+    for name, value in full_gradients(model).items():
+        torch.testing.assert_close(value, 2 * once[name], msg=name)
+    assert [group.weights.state.name for group in model.parameter_groups()][1:] == ["RELEASED"]
+
+
 class InPlace(Block):
     def forward(self, x):
         x += 1

@@ -258,6 +258,14 @@ class _Graphs:
         """A backward begins, and says whether it keeps its graph."""
         self.begin()
         self.kept = graph_is_kept()
+        # It may be another one over a kept graph: units are there until all of its calls are back.
+        for pending in self._kept_ones:
+            pending.expect()
+
+    def expect_no_more(self) -> None:
+        """The backward has come to all of the kept graphs that it comes to."""
+        for pending in self._kept_ones:
+            pending.came_back()
 
     def came_back(self, pending: PendingBackward) -> None:
         """The backward has come to the end of a unit's part of its graph."""
@@ -527,7 +535,7 @@ class Engine:
 
     def after_backward(self, unit: Unit, pending: PendingBackward) -> None:
         """Gradients of the unit's inputs are there, so those of its parameters are complete."""
-        unit.calls.came_back(pending)
+        pending.came_back()
         self._graphs.came_back(pending)
         if not self.reducer.in_backward or unit.calls.expects_more:
             return  # another forward of this unit is still to come back; or the end closes it
@@ -571,6 +579,7 @@ class Engine:
         release = current_graph_task_id() == -1 or not raised
         self._ran_backward = []
         self._recomputed = None
+        self._graphs.expect_no_more()
         waits = []
         for unit in self.units:
             unit.calls.end_backward()

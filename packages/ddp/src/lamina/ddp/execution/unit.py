@@ -42,7 +42,21 @@ class PendingBackward:
     (a discarded loss, a recomputation), it is gone, and nobody waits for it.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_pending")
+
+    def __init__(self, pending: set[weakref.ref[PendingBackward]]) -> None:
+        self._pending = pending  # of its unit
+        self.expect()
+
+    def expect(self) -> None:
+        """Autograd will come back to this forward, maybe again."""
+        # By a weak reference that takes itself away: a graph that is freed without a backward, as
+        # of a loss that was only printed, must not keep the unit waiting.
+        self._pending.add(weakref.ref(self, self._pending.discard))
+
+    def came_back(self) -> None:
+        """It has."""
+        self._pending.discard(weakref.ref(self))
 
 
 class UnitCalls:
@@ -84,15 +98,7 @@ class UnitCalls:
 
     def expect(self) -> PendingBackward:
         """Note a forward that autograd will come back to; the caller puts it on the graph."""
-        pending = PendingBackward()
-        # By a weak reference that takes itself away: a graph that is freed without a backward, as
-        # of a loss that was only printed, must not keep the unit waiting.
-        self._pending.add(weakref.ref(pending, self._pending.discard))
-        return pending
-
-    def came_back(self, pending: PendingBackward) -> None:
-        """Autograd has come back to a forward."""
-        self._pending.discard(weakref.ref(pending))
+        return PendingBackward(self._pending)
 
     def expect_member(self, member: int) -> None:
         """Gradients may come to outputs of one of several modules."""

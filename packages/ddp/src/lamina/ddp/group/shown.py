@@ -246,7 +246,7 @@ class ShownGradients:
             shown = [not gradients.is_empty] * len(self._refs)
         self._show_where(shown)
         if self._mirrors:
-            self._mirror(shown=final and self.has_optimizer)
+            self.mirror(final and self.has_optimizer)
 
     def show_one(self, index: int) -> None:
         """Set `.grad` of one main parameter to its place in main grads."""
@@ -267,7 +267,7 @@ class ShownGradients:
         for main in self._mains.parameters:
             main.grad = None
         if self._mirrors:
-            self._mirror(shown=False)
+            self.mirror(False)
 
     # -- compute parameters show them too, where modules always hold these --------------------
 
@@ -275,7 +275,8 @@ class ShownGradients:
         """Show final gradients on compute parameters too, once somebody steps the main ones."""
         self._mirrors = True
 
-    def _mirror(self, *, shown: bool) -> None:
+    def mirror(self, shown: bool) -> None:
+        """Whether compute parameters show now what main ones do, which is final."""
         self.mirrored = shown
         for ref, main in zip(self._refs, self._mains.parameters, strict=True):
             ref.parameter.grad = main.grad if shown else None

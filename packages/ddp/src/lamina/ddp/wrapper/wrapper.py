@@ -281,7 +281,15 @@ class DistributedDataParallel(_NamesInside, DataParallel):
             self._waits.begin(overlapped=self.training and training)
         else:
             self._gathers.finish()
-        output = self.module(*args, **kwargs)
+        # Dynamo, which may compile a part now, fails over gradients of another class than weights.
+        mirrors = [group.shown for group in self._groups if group.shown.mirrored]
+        for shown in mirrors:
+            shown.mirror(False)
+        try:
+            output = self.module(*args, **kwargs)
+        finally:
+            for shown in mirrors:
+                shown.mirror(True)
         if training:
             mark_outputs(engine, engine.root, 0, output)
         engine.after_forward(engine.root)

@@ -198,7 +198,9 @@ class ShardedModule(UnitMethods):
         Raises:
             RuntimeError: while a backward runs.
         """
-        return _plain_copy(self, memo) if _WITHIN in memo else copy_sharded(self, memo)
+        if _WITHIN in memo:
+            return _plain_copy(self, _class_before(self), memo)
+        return copy_sharded(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
@@ -259,7 +261,11 @@ def copy_sharded(module: ShardedModule, memo: dict[int, Any]) -> nn.Module:
         own = {n: v for n, v in each.__dict__.items() if n.startswith(_OWN)}
         memo.update({id(value): value for value in own.values()})
     memo[_WITHIN] = True  # sharded modules inside are copied as plain ones
-    made = _plain_copy(module, memo)
+    for each in reversed(inside):
+        # `torch.compile(part)` answers for `__deepcopy__` with its part's, which leaves it out.
+        if "_orig_mod" in each._modules and not isinstance(each, ShardedModule):
+            _plain_copy(each, type(each), memo)
+    made = _plain_copy(module, _class_before(module), memo)
     del memo[_WITHIN]
     pairs = list(zip(inside, made.modules(), strict=True))
     _take_out(pairs)
@@ -268,9 +274,13 @@ def copy_sharded(module: ShardedModule, memo: dict[int, Any]) -> nn.Module:
     return made
 
 
-def _plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """As `copy.deepcopy` makes one, of the class that the module had before it was sharded."""
-    cls = cast(type[nn.Module], type(module).__bases__[1])
+def _class_before(module: ShardedModule) -> type[nn.Module]:
+    """The class that a module had before it was sharded."""
+    return cast(type[nn.Module], type(module).__bases__[1])
+
+
+def _plain_copy(module: nn.Module, cls: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    """As `copy.deepcopy` makes one, of this class."""
     made = cls.__new__(cls)
     memo[id(module)] = made
     made.__setstate__(copy.deepcopy(module.__getstate__(), memo))  # type: ignore[no-untyped-call]

@@ -199,3 +199,20 @@ class ReusedReentrant(OddNet):
 @STRATEGIES
 def test_reentrant_recomputation_of_a_reused_block(strategy, ranks):
     check(ReusedReentrant, plain_loss, ranks, strategy)
+
+
+@pytest.mark.ranks(2)
+def test_two_forwards_of_reentrant_blocks_are_one_term_of_the_sum_over_ranks(ranks):
+    """Each is recomputed by itself, and a unit that ended in between would be summed twice."""
+    plain, model = build(CheckpointedReentrant), build(CheckpointedReentrant)
+    model, _ = shard(model, sgd(model.parameters()), 2, 3)
+    for net in (model, plain):
+        with torch.no_grad():
+            net(inputs(net, 9))
+        losses = [net(inputs(net, ranks.rank + k)).square().mean() for k in (0, 50)]
+        sum(losses).backward()
+    for name, value in full_gradients(model).items():
+        total = plain.get_parameter(name).grad
+        assert total is not None
+        torch.distributed.all_reduce(total)
+        assert torch.equal(value, total / 2), name

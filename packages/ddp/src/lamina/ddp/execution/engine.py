@@ -476,6 +476,8 @@ class Engine:
             self.guards.order.end(ran, backward=False)
         called = set(ran)
         for unit in self.units:
+            if not training:
+                unit.calls.end_evaluation()
             if not training or unit not in called:  # some are gathered ahead and then not called
                 unit.reshard()
         if training:

@@ -72,13 +72,17 @@ class UnitCalls:
         self._coming: set[int] = set()
         """Of several members, those whose backward may be yet to come."""
         self._without_grad = 0
-        """Runs in the newest forward of the model with gradients off: reentrant recomputation will
+        """Runs with gradients off in the newest forwards of the model: reentrant recomputation will
         come back to each of them, one at a time and without notice."""
+        self._counted = False
+        """Whether the next forward is the first of the newest: a backward or evaluation has ended
+        since the last."""
         self._pending: set[weakref.ref[PendingBackward]] = set()
 
     def new_forward(self) -> None:
         """A forward of the whole model begins."""
-        self._without_grad = 0
+        if self._counted:
+            self._without_grad, self._counted = 0, False
         self._ran.clear()
 
     def begin(self, *, training: bool) -> None:
@@ -108,8 +112,13 @@ class UnitCalls:
         """They have come."""
         self._coming.discard(member)
 
+    def end_evaluation(self) -> None:
+        """Nothing comes back to the runs of a forward without gradients."""
+        self._counted = True
+
     def end_backward(self) -> None:
         """What has not come by now does not come in this backward."""
+        self._counted = True
         self._coming.clear()
 
     @property

@@ -400,7 +400,8 @@ class Engine:
         elif self._stream is not None and self.root in self._computing:
             self._refuse_other_stream(unit)
         training = torch.is_grad_enabled()
-        unit.calls.begin(training=training)
+        if not training:
+            unit.calls.run_without_grad()
         first = unit not in prefetcher.ran
         if first:
             prefetcher.ran.append(unit)
@@ -455,7 +456,8 @@ class Engine:
         if self.reducer.in_backward:
             self._after_recomputation(unit)
             return
-        training, complete = torch.is_grad_enabled(), unit.calls.end(member)
+        training = torch.is_grad_enabled()
+        complete = unit.calls.members == 1 or unit.calls.member_ran(member)
         if unit is self.root:
             self._end_forward(training)
             # Its backward is the last one. But modules between units may read its weights first.

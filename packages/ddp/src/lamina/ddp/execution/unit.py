@@ -85,15 +85,12 @@ class UnitCalls:
             self._without_grad, self._counted = 0, False
         self._ran.clear()
 
-    def begin(self, *, training: bool) -> None:
-        """One of the unit's modules is about to run."""
-        if not training:
-            self._without_grad += 1
+    def run_without_grad(self) -> None:
+        """One of the unit's modules is about to run with gradients off."""
+        self._without_grad += 1
 
-    def end(self, member: int) -> bool:
-        """One of them has run: whether all of them have, since this was so last."""
-        if self.members == 1:
-            return True
+    def member_ran(self, member: int) -> bool:
+        """One of several modules has run: whether all of them have, since this was so last."""
         self._ran.add(member)
         complete = len(self._ran) == self.members
         if complete:  # the next call of any of them begins another round

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lamina.collectives.call.record import issue
+from lamina.collectives.call.collective import issue
 from lamina.collectives.engine import CommonFacts
 from lamina.ddp.parameters.facts import OptimizerAgreement
 from lamina.mesh.watchdog import Watchdog

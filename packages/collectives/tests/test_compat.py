@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives import compat
-from lamina.collectives.call.record import Call
+from lamina.collectives.call.collective import Call
 from lamina.collectives.transport.groups import backend_name
 
 

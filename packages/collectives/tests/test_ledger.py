@@ -28,9 +28,9 @@ from lamina.collectives import (
     scatter_to,
     send_recv,
 )
-from lamina.collectives.call import collective, spans
-from lamina.collectives.call.record import Call
-from lamina.collectives.engine import Serving, Span, all_reduce_small, broadcast, start_all_reduce
+from lamina.collectives.call import collective
+from lamina.collectives.call.collective import Call
+from lamina.collectives.engine import Span, all_reduce_small, broadcast, purpose, start_all_reduce
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -359,8 +359,9 @@ def clocks_apart(path: Path, group: dist.ProcessGroup) -> float:
     """Trace a collective beside compute, check it, and return microseconds between clocks."""
     compute = Span()
     with profile(activities=[ProfilerActivity.CPU]) as profiler, Ledger() as ledger:
-        with Serving("blocks.0"):
-            pending = start_all_reduce(torch.ones(500), group)
+        before = purpose.set("blocks.0")
+        pending = start_all_reduce(torch.ones(500), group)
+        purpose.reset(before)
         compute.begin("forward of", "blocks.1")
         torch.ones(100, 100) @ torch.ones(100, 100)
         compute.end()
@@ -392,7 +393,6 @@ def test_a_profile_and_the_records_are_one_trace_that_says_what_collectives_are_
 
 
 def test_spans_are_not_named_where_no_profiler_records(monkeypatch):
-    monkeypatch.setattr(spans, "record_function", None)
     monkeypatch.setattr(collective, "record_function", None)
     open_one = Span()
     open_one.begin("forward of", "blocks.0")
@@ -425,9 +425,7 @@ def test_times_on_cuda_are_the_devices_moved_to_the_hosts_clock(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: now)  # a loaded machine loses no time then
     monkeypatch.setattr(time, "perf_counter_ns", lambda: int(now * 1e9))
     call = Call("all_gather_into", "tp", 2, torch.float32, 8, True, issued_ns=int((now - 1) * 1e9))
-    call.device_events = [StandInEvent(now + 59.5), StandInEvent(now + 59.7)]
-    call.wait_begins()
-    call.device_events[2] = StandInEvent(now + 59.6)
+    call.device_events = [StandInEvent(now + seconds) for seconds in (59.5, 59.7, 59.6)]
     call.finish()  # the host was done with it at once
     ledger = Ledger()
     ledger.issued(call)

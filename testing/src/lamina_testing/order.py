@@ -344,8 +344,8 @@ def seams(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
 
     def waited(handle: collective.Handle) -> None:
         site = caller()
-        if handle._pending and handle._event is not None and not recording.keeps(site):
-            handle._event = None
+        if handle._pending and handle._end is not None and not recording.keeps(site):
+            handle._end.event = None
             return
         with recording.on_behalf_of(site):
             wait(handle)
@@ -376,8 +376,8 @@ def launches(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
         with recording.all_on_host():
             return agree(flags, *args, **kwargs)
 
-    def launched(handle: Any, group: Any, device: Any, begin: Any, *, async_op: bool) -> Any:
-        return launch(handle, group, CUDA, begin, async_op=async_op)
+    def launched(handle: Any, group: Any, device: Any, begin: Any) -> Any:
+        return launch(handle, group, CUDA, begin)
 
     def current_stream(device: object) -> Any:
         return torch.cuda.current_stream()

@@ -1,9 +1,8 @@
 """What the layers above build on: native reductions, small messages, rings, shaped collectives."""
 
 from lamina.collectives.autograd_regions import REGION_STEPS, DualFunction
-from lamina.collectives.call.collective import Pending, current_stream
+from lamina.collectives.call.collective import Pending, Span, current_stream, purpose
 from lamina.collectives.call.registration import RegisteredPool, registration_problem
-from lamina.collectives.call.spans import Serving, Span
 from lamina.collectives.move.all_gather import AllGather
 from lamina.collectives.move.common_facts import (
     Agreement,
@@ -66,7 +65,6 @@ __all__ = [
     "Reduction",
     "ReductionName",
     "RegisteredPool",
-    "Serving",
     "SmallReduction",
     "Span",
     "SpanGroups",
@@ -79,6 +77,7 @@ __all__ = [
     "host_device",
     "kept_bytes",
     "open_window",
+    "purpose",
     "receive_operation",
     "reduction_class",
     "registration_problem",

@@ -1,4 +1,17 @@
-"""What every collective is: prepared, started, and a handle to wait for.
+"""What every collective is: prepared, started, recorded, and a handle to wait for.
+
+A collective is recorded when it is launched: `issue` makes a `Call`, and a ledger, a profile and
+the watchdog read it. `launch` posts its messages. Who finds the transport done notes the end in the
+`Call`: the thread that has waited for the messages, a device event, or, at the latest, the handle's
+`wait`. Functions that are made of other collectives record themselves once and call the unrecorded
+parts.
+
+Note [Who records]
+The list of active recorders belongs to the thread that installed them, so two models trained by
+two threads of one process do not see each other's calls. It is kept in torch's own thread-local
+object table and not in a context variable, because autograd carries that table from the thread that
+calls `backward` to its worker threads (CUDA device threads, deep re-entrant backwards), which
+inherit no context, and gradients are reduced there.
 
 Note [Prepared collectives hold no tensors]
 A `Collective` knows all that does not change between two calls: the group's size and this rank's
@@ -12,38 +25,270 @@ A handle owns every tensor its collective still reads or writes, so the caller m
 once. On CUDA no `record_stream` is used, which would make memory use depend on timing: the tensors
 stay referenced until `wait` has ordered the caller's stream behind the collective, after which the
 allocator's own stream order protects them.
+
+Note [A plain step pays for no names]
+A step makes dozens of collectives, and most runs have neither a profiler nor a ledger. So a name is
+put together only where somebody reads it: the purpose is a string that is set and reset, spans look
+at one flag of torch's, and times are numbers in a `Call`.
 """
 
+from __future__ import annotations
+
+import os
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NoReturn, TypeVar, cast
+from typing import Generic, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from lamina.collectives.call.checks import require_disjoint, require_flat, require_same_device
-from lamina.collectives.call.record import Call, issue
-from lamina.collectives.call.spans import NO_SPAN
-from lamina.collectives.compat import profiling
+from lamina.collectives.compat import (
+    get_in_thread,
+    has_ended,
+    is_in_thread,
+    profiling,
+    remove_from_thread,
+    set_in_thread,
+)
 from lamina.collectives.transport.groups import served_by_gloo, where
-from lamina.collectives.transport.lanes import Job, Lane, lane_of
+from lamina.collectives.transport.lanes import Job, Lane, lane_of, lanes
 from lamina.collectives.transport.transport import Completion
-from lamina.mesh.engine import running_watchdog
+from lamina.mesh.engine import Activity, Wait, host_runs, running_watchdog
 
 __all__ = [
+    "Call",
     "Collective",
     "DamagedMessageError",
     "Handle",
     "PeerLostError",
     "Pending",
     "ReduceHandle",
+    "Span",
     "Statistics",
     "current_stream",
+    "install",
+    "issue",
     "launch",
+    "purpose",
+    "remove",
 ]
 
 _LOOK_AROUND = 1.0  # seconds
+_LONG = 1.0  # seconds; younger events are not asked
+_NO_SPAN = nullcontext()
+"""Stands in for a `record_function` where no profiler records."""
+
+purpose: ContextVar[str] = ContextVar("lamina.collectives.purpose", default="")
+"""What the collectives that are issued now are for, in words: the unit or bucket; "" where nobody
+has said so. Their records, a profile and the messages about long waits name it."""
+
+
+class Span:
+    """A span of a profile that begins in one call and ends in another, as those of hooks do.
+
+    One that is never ended, because what it is about has raised, ends with the next or when it is
+    dropped.
+
+    Examples:
+        >>> compute = Span()
+        >>> compute.begin("forward of", "blocks.0")  # a profile shows what follows under this name
+        >>> compute.end()
+    """
+
+    __slots__ = ("_open",)
+
+    def __init__(self) -> None:
+        self._open: record_function | None = None
+
+    def begin(self, what: str, name: str) -> None:
+        """Begin it: what is done, and the unit ("" is the root). The one before ends."""
+        if self._open is not None:
+            self.end()
+        if profiling():
+            self._open = record_function(f"{what} {name or 'the root'}")
+            self._open.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """End it, if it has begun."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+
+
+class Recorder(Protocol):
+    """What a ledger implements. Calls arrive from any thread."""
+
+    def issued(self, call: Call) -> None:
+        """A collective was launched; its times other than `issued_ns` are still None."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One collective, from its launch to its end.
+
+    Attributes:
+        op: name of the public function ("reduce_scatter_fp32", "all_gather_into", ...).
+        axis: the group's description (the mesh axis), or "self" for a group of one.
+        group_size: number of ranks.
+        dtype: wire dtype.
+        nbytes: bytes this rank sends to the other ranks, where every byte that another rank needs
+            is counted once and sent by its owner: no ring, tree or chunking of the transport
+            changes it (docs/collectives.md has the table).
+        between: those of them that go to ranks of other hosts; 0 where nobody records.
+        async_op: whether the caller got a handle to wait on.
+        issued_ns, finished_ns, waited_ns: `time.perf_counter_ns` of the launch, of the end of the
+            transport (None until known) and of the first `wait` (None where nobody waited).
+        device_events: on CUDA, the timing events before and after the collective on its stream, for
+            recorders that want the device's times, and then that of the moment the compute stream
+            reached the first `wait`; None elsewhere.
+        device_ended: on CUDA, the event after the collective on its stream.
+        purpose: the unit or bucket that it is for, in words.
+        number: how many collectives this rank has begun in the group, this one included.
+    """
+
+    op: str
+    axis: str
+    group_size: int
+    dtype: torch.dtype
+    nbytes: int
+    async_op: bool
+    issued_ns: int
+    finished_ns: int | None = None
+    waited_ns: int | None = None
+    device_events: list[torch.cuda.Event] | None = None
+    device_ended: torch.cuda.Event | None = None
+    purpose: str = ""
+    number: int = 0
+    between: int = 0
+    _recorders: tuple[Recorder, ...] = ()
+
+    @property
+    def recorded(self) -> bool:
+        """True if anyone looks (so that device timing events are worth making).
+
+        False while a CUDA graph is captured: a captured event has no time of its own.
+        """
+        if not self._recorders:
+            return False
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return not (in_use and torch.cuda.is_current_stream_capturing())
+
+    def finish(self) -> None:
+        """Note the end of the transport; only the first note counts."""
+        # No lock: a handle's `wait` comes to this only after the worker that has noted it before.
+        if self.finished_ns is None:
+            self.finished_ns = time.perf_counter_ns()
+
+    def what(self) -> str:
+        """The operation, and what it is for."""
+        return f"{self.op} of {self.purpose}" if self.purpose else self.op
+
+    def title(self) -> str:
+        """The same, and along which axis."""
+        return f"{self.what()} ({self.axis})"
+
+    def waited_for(self) -> float | None:
+        """Seconds since which somebody waits for it; None if nobody does."""
+        now = time.perf_counter_ns()
+        if (ended := self.device_ended) is not None:  # the host waits for nothing; the device may
+            late = (now - self.issued_ns) / 1e9
+            if late >= _LONG and has_ended(ended):
+                self.device_ended = None  # asked once more it would answer the same
+            elif late >= _LONG:
+                return late
+            return None
+        since = self.waited_ns if self.async_op else self.issued_ns
+        return None if since is None or self.finished_ns is not None else (now - since) / 1e9
+
+
+def activity() -> Activity:
+    """What this rank does in collectives, over all groups."""
+    waits, recent = [], []
+    for lane in lanes():
+        for call in list(lane.newest):
+            seconds = call.waited_for()
+            if seconds is not None:
+                waits.append(Wait(call.what(), call.axis, call.number, seconds, lane.ranks))
+            recent.append((call.issued_ns, f"{call.what()} ({call.axis} {call.number})"))
+    waits.sort(key=lambda wait: -wait.seconds)
+    recent.sort()
+    idle = (time.perf_counter_ns() - recent[-1][0]) / 1e9 if recent else 0.0
+    return Activity(waits, [text for _, text in recent[-16:]], idle)
+
+
+_KEY = "lamina.collectives.recorders"
+
+
+def _installed() -> tuple[Recorder, ...]:
+    return cast("tuple[Recorder, ...]", get_in_thread(_KEY) if is_in_thread(_KEY) else ())
+
+
+def _store(recorders: tuple[Recorder, ...]) -> None:
+    if recorders or remove_from_thread is None:
+        set_in_thread(_KEY, recorders)
+    else:  # torch 2.13: a thread that ends with an entry has to take the GIL for it; leave none
+        remove_from_thread(_KEY)
+
+
+def install(recorder: Recorder) -> None:
+    """Let `recorder` see every collective of this thread, and of the backwards it starts."""
+    _store((*_installed(), recorder))
+
+
+def remove(recorder: Recorder) -> None:
+    """Undo one `install` of this thread; calls in flight still note their end."""
+    recorders = _installed()
+    index = len(recorders) - 1 - recorders[::-1].index(recorder)
+    _store(recorders[:index] + recorders[index + 1 :])
+
+
+def issue(
+    op: str,
+    lane: Lane | None,
+    dtype: torch.dtype,
+    nbytes: int,
+    *,
+    between: Callable[[Sequence[int]], int] | None = None,
+    async_op: bool = False,
+) -> Call:
+    """Record the launch of a collective and return its `Call`.
+
+    `op` is the name of the public function, a lane of None is one rank alone, and this rank sends
+    `nbytes`. `between` says how many of them go to other hosts, from the ranks of the group on this
+    one; None where every other rank is sent as much. RuntimeError: this process is not the rank,
+    but a child that it forked.
+    """
+    if lane is not None and lane.worker.process != os.getpid():
+        # Its messages would mix with the rank's.
+        raise RuntimeError(
+            f"{op} along {lane.axis} in process {os.getpid()}, which was forked from rank "
+            f"{lane.rank} of {lane.size} (process {lane.worker.process}) and is no rank: a "
+            "forward, a step or full_parameters of a wrapped model belongs into the rank itself. "
+            "Give a child what it needs (tensors of full_parameters, from the rank), or start it "
+            "by multiprocessing's 'spawn' with groups of its own"
+        )
+    recorders = get_in_thread(_KEY) if is_in_thread(_KEY) else ()
+    axis, size = ("self", 1) if lane is None else (lane.axis, lane.size)
+    now, served = time.perf_counter_ns(), purpose.get()
+    call = Call(op, axis, size, dtype, nbytes, async_op, now, purpose=served, _recorders=recorders)
+    if lane is not None and size > 1:
+        if not lane.newest and (watchdog := running_watchdog()) is not None:
+            watchdog.watch(activity)
+        call.number = lane.newest[-1].number + 1 if lane.newest else 1
+        lane.newest.append(call)
+        if recorders:
+            near = host_runs(lane.group).near
+            far = nbytes * (size - len(near)) // (size - 1)
+            call.between = far if between is None else between(near)
+    for recorder in recorders:
+        recorder.issued(call)
+    return call
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -63,14 +308,41 @@ def raise_for(error: RuntimeError, call: Call, lane: Lane | None) -> NoReturn:
     """Raise what a transport has raised, with the rank that is gone and why, if one is."""
     group = None if lane is None else lane.ref()
     if isinstance(error, DamagedMessageError):
-        raise DamagedMessageError(f"{call.told()} {where(group)}: {error}") from error
+        raise DamagedMessageError(f"{call.what()} {where(group)}: {error}") from error
     watchdog = running_watchdog()
     lost = None
     if watchdog is not None and lane is not None and not isinstance(error, PeerLostError):
         lost = watchdog.cause(lane.ranks)
     if lost is None:
         raise error
-    raise PeerLostError(f"{call.told()} {where(group)}: {lost}\n({error})") from error
+    raise PeerLostError(f"{call.what()} {where(group)}: {lost}\n({error})") from error
+
+
+class _EndOnDevice:
+    """The end of a collective on a GPU, which the stream of who has called has to come after.
+
+    If it is dropped before anybody has waited, the tensors are about to be freed on that stream.
+    """
+
+    __slots__ = ("_job", "event", "stream")
+
+    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, job: Job | None) -> None:
+        self.event: torch.cuda.Event | None = event
+        """After the collective on its own stream; None once somebody has waited."""
+        self.stream = stream
+        self._job = job
+
+    def wait(self) -> None:
+        """Let the current stream of the device come after the collective."""
+        event, self.event = self.event, None
+        if event is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(event)
+
+    def __del__(self) -> None:
+        if self.event is not None:
+            if self._job is not None:
+                self._job.wait()
+            self.stream.wait_event(self.event)
 
 
 class Handle:
@@ -86,8 +358,7 @@ class Handle:
         self._pending = True
         self._job: Job | None = None
         self._lane: Lane | None = None
-        self._event: torch.cuda.Event | None = None
-        self._issued_on: torch.cuda.Stream | None = None
+        self._end: _EndOnDevice | None = None
 
     def wait(self) -> None:
         """Wait for the result; a second call returns at once.
@@ -97,38 +368,29 @@ class Handle:
         """
         if not self._pending:
             return
-        call = self._call
-        call.wait_begins()
+        call, job = self._call, self._job
+        if call.waited_ns is None:
+            call.waited_ns = time.perf_counter_ns()
+            if call.device_events is not None:
+                call.device_events.append(_event(timed=True))
+                call.device_events[-1].record()
         try:
-            with record_function(f"wait for {call.title()}") if profiling() else NO_SPAN:
-                if self._job is not None:
-                    self._wait_for(self._job)
-                if self._event is not None and self._issued_on is not None:
-                    torch.cuda.current_stream(self._issued_on.device).wait_event(self._event)
+            with record_function(f"wait for {call.title()}") if profiling() else _NO_SPAN:
+                # Another thread waits for the messages, so this one can leave when a rank is gone
+                # that this rank has no connection to.
+                while job is not None and not job.wait(_LOOK_AROUND):
+                    watchdog = running_watchdog()
+                    if watchdog is not None and watchdog.gives_up() is not None:
+                        raise RuntimeError("the collective cannot end any more")
+                if self._end is not None:
+                    self._end.wait()
             self._pending = False  # not after a failure, which every further wait reports again
+        except RuntimeError as error:
+            raise_for(error, call, self._lane)
         finally:
             if call.finished_ns is None:
                 call.finish()
             self._keep = ()
-
-    def _wait_for(self, job: Job) -> None:
-        # Another thread waits for the messages, so this one can leave when a rank is gone that
-        # this rank has no connection to.
-        try:
-            while not job.wait(_LOOK_AROUND):
-                watchdog = running_watchdog()
-                if watchdog is not None and watchdog.gives_up() is not None:
-                    raise RuntimeError("the collective cannot end any more")
-        except RuntimeError as error:
-            raise_for(error, self._call, self._lane)
-
-    def __del__(self) -> None:
-        # Dropped without a wait: the tensors are about to be freed on the stream they came from,
-        # so that stream has to come after the collective. On CPU the worker holds the tensors.
-        if self._pending and self._event is not None and self._issued_on is not None:
-            if self._job is not None:
-                self._job.wait()
-            self._issued_on.wait_event(self._event)
 
 
 class Statistics:
@@ -279,13 +541,8 @@ class Collective:
         self._require_buffers(output, input)
         kind = self.op, self._lane, self._wire_dtype
         call = issue(*kind, self._sent, between=self._leaving, async_op=async_op)
-        return launch(
-            Handle(call, (output, input)),
-            self._lane,
-            self.device,
-            partial(self._transfer, output, input),
-            async_op=async_op,
-        )
+        transfer = partial(self._transfer, output, input)
+        return launch(Handle(call, (output, input)), self._lane, self.device, transfer)
 
 
 def launch(
@@ -293,41 +550,36 @@ def launch(
     lane: Lane | None,
     device: torch.device,
     begin: Callable[[], Completion],
-    *,
-    async_op: bool,
 ) -> AnyHandle:
     """Run a collective and return its handle.
 
     The handle holds the record, and the tensors that must outlive the collective. A lane of None is
     one rank alone, which is never asynchronous. `begin` posts the messages without blocking and
-    returns what is left to do once they are under way (wait for them, sum, copy back), which
-    `async_op` leaves to the lane.
+    returns what is left to do once they are under way (wait for them, sum, copy back), which an
+    asynchronous call leaves to the lane.
     """
-    handle._lane, beside = lane, lane if async_op and lane is not None and lane.size > 1 else None
+    call = handle._call
+    beside = lane if call.async_op and call.group_size > 1 else None
+    handle._lane = lane
     try:
-        with record_function(handle._call.title()) if profiling() else NO_SPAN:
+        with record_function(call.title()) if profiling() else _NO_SPAN:
             if device.type == "cuda":
-                _launch_on_cuda(handle, beside, device, begin, async_op=async_op)
+                _launch_on_cuda(handle, beside, device, begin)
             else:
                 complete = begin()
                 if beside is None:
                     complete()
                 else:
-                    handle._job = beside.worker.submit(complete, handle._call.finish)
+                    handle._job = beside.worker.submit(complete, call)
     except RuntimeError as error:
-        raise_for(error, handle._call, lane)
-    if not async_op:
+        raise_for(error, call, lane)
+    if not call.async_op:
         handle.wait()
     return handle
 
 
 def _launch_on_cuda(
-    handle: Handle,
-    lane: Lane | None,
-    device: torch.device,
-    begin: Callable[[], Completion],
-    *,
-    async_op: bool,
+    handle: Handle, lane: Lane | None, device: torch.device, begin: Callable[[], Completion]
 ) -> None:
     call = handle._call
     current = torch.cuda.current_stream(device)
@@ -347,11 +599,11 @@ def _launch_on_cuda(
 
     # gloo blocks the host, so the lane's thread completes it. For NCCL a stream is enough.
     if lane is not None and served_by_gloo(lane.group, device):
-        handle._job = lane.worker.submit(finish, call.finish)
+        handle._job = lane.worker.submit(finish, call)
     else:
         finish()
-    if async_op:  # in a group of one too: who waits may be on another stream than who has called
-        handle._event, handle._issued_on = ended, current
+    if call.async_op:  # of one rank too: who waits may be on another stream than who has called
+        handle._end = _EndOnDevice(ended, current, handle._job)
     if lane is not None and not torch.cuda.is_current_stream_capturing():
         call.device_ended = ended  # an event of a graph has no end of its own
 

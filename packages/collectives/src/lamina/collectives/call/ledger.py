@@ -1,8 +1,8 @@
 """The ledger: what went over the wire, along which axis, and whether compute hid it.
 
 A `Ledger` watches; it changes nothing. It sees every collective that this thread issues
-while the ledger is open, and those of the backwards this thread starts (`record` says how that
-reaches autograd's worker threads). Ledgers nest, and an outer one sees what an inner one sees.
+while the ledger is open, and those of the backwards this thread starts (Note [Who records] says how
+that reaches autograd's worker threads). Ledgers nest, and an outer one sees what an inner one sees.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lamina.collectives.call.record import Call, install, remove
+from lamina.collectives.call.collective import Call, install, remove
 
 __all__ = ["Ledger", "Record"]
 

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lamina.collectives.call.record import recording
+from lamina.collectives.call.collective import issue
 from lamina.collectives.transport.groups import backend_name
+from lamina.collectives.transport.lanes import lane_of
 
 __all__ = ["RegisteredPool", "RegistrationError", "register_pool", "registration_problem"]
 
@@ -171,8 +172,9 @@ class RegisteredPool:
         for place, group in enumerate(self.groups):
             # A communicator exists only after its first collective, unless it was made eagerly.
             first = torch.zeros(1, device=self.device)
-            with recording("register_pool", group, first.dtype, first.element_size()):
-                dist.all_reduce(first, group=group)
+            call = issue("register_pool", lane_of(group), first.dtype, first.element_size())
+            dist.all_reduce(first, group=group)
+            call.finish()
             try:
                 self._backend(group).register_mem_pool(self._pool, self.symmetric)
             except (RuntimeError, TypeError) as error:

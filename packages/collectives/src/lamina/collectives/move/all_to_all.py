@@ -13,8 +13,7 @@ from lamina.collectives.call.checks import (
     require_matching_splits,
     require_same_device,
 )
-from lamina.collectives.call.collective import Handle, launch
-from lamina.collectives.call.record import issue
+from lamina.collectives.call.collective import Handle, issue, launch
 from lamina.collectives.transport.groups import group_rank, group_size, where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import exchange_rows
@@ -77,7 +76,7 @@ def all_to_all(
     call = issue(name, lane, input.dtype, sent, between=between, async_op=async_op)
     even = output_splits is None and input_splits is None
     start = partial(exchange_rows, output, input, receives, sends, group, even=even)
-    return launch(Handle(call, (output, input)), lane, device, start, async_op=async_op)
+    return launch(Handle(call, (output, input)), lane, device, start)
 
 
 def _check_tensors(output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None) -> None:

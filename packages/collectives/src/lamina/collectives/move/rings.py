@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_disjoint, require_same_device
-from lamina.collectives.call.collective import Handle, Pending, launch
-from lamina.collectives.call.record import issue
+from lamina.collectives.call.collective import Handle, Pending, issue, launch
 from lamina.collectives.compat import one_graph_break
 from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
 from lamina.collectives.transport.lanes import lane_of
@@ -82,7 +81,7 @@ def send_recv(
     call = issue("send_recv", lane, dtype, sent, between=between, async_op=True)
     outgoing, incoming = _payloads(sends), _payloads(received)
     start = partial(_post, outgoing, incoming, target, source, group, device)
-    handle = launch(Handle(call, (*sends, *received)), lane, device, start, async_op=True)
+    handle = launch(Handle(call, (*sends, *received)), lane, device, start)
     return Pending(handle, lambda: received)
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -10,8 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_agreement, require_same_device
-from lamina.collectives.call.collective import Handle, launch
-from lamina.collectives.call.record import issue
+from lamina.collectives.call.collective import Handle, issue, launch
 from lamina.collectives.compat import one_graph_break
 from lamina.collectives.move.all_gather import AllGather
 from lamina.collectives.move.shaped import start_all_gather
@@ -76,7 +74,7 @@ def broadcast(
         work = dist.broadcast(payload, group=group, group_src=src, async_op=True)
         return lambda: wait_all(work)
 
-    return launch(Handle(call, (tensor,)), lane, tensor.device, start, async_op=async_op)
+    return launch(Handle(call, (tensor,)), lane, tensor.device, start)
 
 
 class SmallReduction:
@@ -150,9 +148,9 @@ class SmallReduction:
             assert self._lane is not None  # noqa: S101 - one rank alone has returned
             group = self._lane.group
             work = dist.all_reduce(packed, _BACKEND[self._op], group, async_op=True)
-            return partial(wait_all, work)
+            return nothing_left if work is None else work.wait
 
-        launch(Handle(call, (packed,)), self._lane, self._device, start, async_op=False)
+        launch(Handle(call, (packed,)), self._lane, self._device, start)
         pieces = torch.split(packed, [tensor.numel() for tensor in tensors])
         for tensor, piece in zip(tensors, pieces, strict=True):
             tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))

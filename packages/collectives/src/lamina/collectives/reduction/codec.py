@@ -182,6 +182,7 @@ class Wire:
         unit: items of `dtype` per block.
         plain: whether what travels are numbers in `dtype`, one per element.
         summable: whether they are summed just as they are.
+        checked: whether checksums are among them, so that a sum has to end `guarded`.
         damaged: ranks of which something arrived that they have not sent.
 
     Raises:
@@ -201,6 +202,7 @@ class Wire:
         self.unit = self._side + codec.block * codec.dtype.itemsize if self._side else codec.block
         self.plain = not self._side and self.block == 1
         self.summable = self.plain and self.dtype == self.sum_dtype
+        self.checked = isinstance(codec, Checksums)
         self.damaged: set[int] = set()
         if self._side and (self.unit % self._side or self._side % codec.dtype.itemsize):
             raise ValueError(
@@ -210,8 +212,7 @@ class Wire:
 
     def of_sums(self) -> "Wire":
         """How sums of what travels here go on to other hosts: uncoded, with checksums if any."""
-        checked = isinstance(self.codec, Checksums)
-        return Wire((Checksums if checked else Cast)(self.sum_dtype))
+        return Wire((Checksums if self.checked else Cast)(self.sum_dtype))
 
     def items(self, numel: int) -> int:
         """Items that a piece of `numel` elements takes on the wire."""
@@ -289,4 +290,4 @@ class Wire:
                     "checkpoint, and have the memory of both hosts tested"
                 )
 
-        return guarded if isinstance(self.codec, Checksums) else ends
+        return guarded

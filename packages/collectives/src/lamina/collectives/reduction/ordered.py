@@ -25,13 +25,18 @@ from lamina.collectives.call.checks import (
     require_flat,
     require_same_device,
 )
-from lamina.collectives.call.collective import Collective, ReduceHandle, Statistics, launch
-from lamina.collectives.call.record import issue
+from lamina.collectives.call.collective import (
+    Collective,
+    ReduceHandle,
+    Statistics,
+    issue,
+    launch,
+)
 from lamina.collectives.reduction.codec import Cast, GradientCodec, Wire
 from lamina.collectives.reduction.summation import Epilogue, sum_chunks
 from lamina.collectives.transport.gloo_exchange import bounds_of
 from lamina.collectives.transport.groups import group_size, served_by_gloo, where
-from lamina.collectives.transport.lanes import lane_of
+from lamina.collectives.transport.lanes import SumBuffers, lane_of
 from lamina.collectives.transport.transport import Chunks, Completion, route_for
 from lamina.mesh.engine import host_groups, host_runs
 
@@ -74,6 +79,8 @@ class Reduction(Collective):
 
     suffix: ClassVar[str]
     """Of the public functions' names."""
+    _wire: Wire
+    """How terms travel, and what they are summed in."""
     piecewise: ClassVar[bool]
     """Whether the statistics of an all-reduce are of this rank's piece, not of the whole."""
     overlap_hint = (
@@ -110,6 +117,7 @@ class Reduction(Collective):
         self._require_sizes(output.numel(), input.numel())
         self._numel = input.numel()
         self._piece = output.numel() if scatter else -(-self._numel // self.size)
+        self._gathered = 0  # sums that this rank sends to others, in the dtype of the output
         self._prepare(codec)
 
     @abstractmethod
@@ -147,14 +155,6 @@ class Reduction(Collective):
     def _reduce(self, output: torch.Tensor, memory: Memory, epilogue: Epilogue) -> Completion:
         """Post the messages; return what is left to do."""
 
-    def _bytes(self, accumulate: bool) -> int:
-        """Bytes that this rank sends."""
-        return self._sent
-
-    def _between_hosts(self, accumulate: bool, near: Sequence[int]) -> int:
-        """Those of them that are for other ranks than `near`, those of this host."""
-        return self._leaving(near)
-
     def start(
         self,
         output: torch.Tensor,
@@ -175,16 +175,18 @@ class Reduction(Collective):
         memory = self._memory(output, input, accumulate, scratch)
         factor = None if scale is None and self.sum_op == "sum" else self._factor(scale)
         kept = Statistics(self.device) if statistics else None
-        sent = self._bytes(accumulate)
-        far = partial(self._between_hosts, accumulate)
+        # What is added to `output` is gathered as it was summed, and else as it is stored.
+        width = self._wire.sum_dtype.itemsize if accumulate else output.itemsize
+        sent = self._sent + width * self._gathered
+        far = partial(self._between_hosts, width)
         call = issue(self.op, self._lane, self._wire_dtype, sent, between=far, async_op=async_op)
-        return launch(
-            ReduceHandle(call, (output, input, *memory), kept),
-            self._lane,
-            self.device,
-            partial(self._reduce, output, memory, Epilogue(factor, accumulate, kept)),
-            async_op=async_op,
-        )
+        reduce = partial(self._reduce, output, memory, Epilogue(factor, accumulate, kept))
+        handle = ReduceHandle(call, (output, input, *memory), kept)
+        return launch(handle, self._lane, self.device, reduce)
+
+    def _between_hosts(self, width: int, near: Sequence[int]) -> int:
+        """Bytes for other ranks than `near`, those of this host; sums take `width` bytes each."""
+        return self._leaving(near)
 
     def _factor(self, scale: float | None) -> float | None:
         """The one factor of the sum, or None where it is one."""
@@ -363,7 +365,8 @@ class OrderedReduction(Reduction):
         start = sum(exchange.own.start for exchange in self._exchanges)
         self._own = slice(start, start + self._exchanges[-1].numel)  # of what all ranks gather
         self._sent = sum(exchange.sent for exchange in self._exchanges)
-        self._gathered = sum(exchange.gathered for exchange in self._exchanges)
+        if not self.scatter:
+            self._gathered = sum(exchange.gathered for exchange in self._exchanges)
 
     def _exchanges_of(self, piece: int, numel: int, items: int, hosts: _Hosts) -> list[_Exchange]:
         """The exchange of terms; over hosts, that inside a host and that of partial sums."""
@@ -391,20 +394,13 @@ class OrderedReduction(Reduction):
         cut = [_Slice(slice(at, at + width), usual) for at in range(0, end, width)]
         return [*cut, _Slice(slice(end, self._piece), exchanges(rest))] if rest else cut
 
-    def _bytes(self, accumulate: bool) -> int:
-        return self._sent + self._gathered_bytes(self._gathered, accumulate)
-
-    def _between_hosts(self, accumulate: bool, near: Sequence[int]) -> int:
+    def _between_hosts(self, width: int, near: Sequence[int]) -> int:
         total = 0
         for exchange in self._exchanges:
             if exchange.ref is not None:
                 sent, gathered = exchange.beyond(host_runs(exchange.ref.group).near)
-                total += sent + self._gathered_bytes(gathered, accumulate)
+                total += sent if self.scatter else sent + width * gathered
         return total
-
-    def _gathered_bytes(self, numel: int, accumulate: bool) -> int:
-        dtype = self._wire.sum_dtype if accumulate else self._kinds[0][0]
-        return 0 if self.scatter else numel * dtype.itemsize
 
     def _memory(
         self,
@@ -437,7 +433,7 @@ class OrderedReduction(Reduction):
             # To accumulate, the sums are gathered apart, as ranks may hold different outputs.
             dtype = self._wire.sum_dtype if accumulate else output.dtype
             target = torch.empty(self._padded, dtype=dtype, device=self.device)
-        return source, sent, target, scratch, *self._rooms(self._exchanges)
+        return source, sent, target, scratch, *(self._rooms(self._exchanges) if later else ())
 
     def _memory_of_slices(self, input: torch.Tensor, scratch: torch.Tensor | None) -> Memory:
         """What is sent; three messages; room for the exchange between hosts."""
@@ -486,7 +482,8 @@ class OrderedReduction(Reduction):
         tags = iter([exchange.next_tag() for exchange in (*later, *gathers)])
         ends: Completion = partial(self._complete, chunks, rooms, target, tags, output, epilogue)
         for exchange in self._exchanges:
-            ends = exchange.wire.guarded(ends, exchange.ref)
+            if exchange.wire.checked:
+                ends = exchange.wire.guarded(ends, exchange.ref)
         return ends
 
     def _complete(
@@ -499,7 +496,8 @@ class OrderedReduction(Reduction):
         epilogue: Epilogue,
     ) -> None:
         """Wait for the chunks of each exchange and sum them; gather the sums, if all want them."""
-        chunks = self._over_hosts(self._exchanges, chunks, rooms, tags)
+        if rooms:
+            chunks = self._over_hosts(self._exchanges, chunks, rooms, tags)
         wire = self._exchanges[-1].wire
         if self.scatter or self._lane is None:
             self._sum(chunks, output, epilogue, wire)
@@ -565,10 +563,13 @@ class OrderedReduction(Reduction):
 
     def _sum(self, chunks: Chunks, output: torch.Tensor, epilogue: Epilogue, wire: Wire) -> None:
         """Wait for all chunks and sum them; afterwards all ranks may reuse what they sent."""
-        buffers = None if self._lane is None else self._lane.scratch_pool.borrow_sum_buffers()
+        kept = [] if self._lane is None else self._lane.scratch_pool.sum_buffers
+        try:
+            buffers = kept.pop()
+        except IndexError:  # as many sums run at once as never before
+            buffers = SumBuffers()
         sum_chunks(chunks.chunks(), output, epilogue, wire, buffers)
-        if self._lane is not None and buffers is not None:
-            self._lane.scratch_pool.give_back_sum_buffers(buffers)
+        kept.append(buffers)
         chunks.close()
 
     def _store(self, target: torch.Tensor, output: torch.Tensor, epilogue: Epilogue) -> None:

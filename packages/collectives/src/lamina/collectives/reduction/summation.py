@@ -22,8 +22,8 @@ from lamina.collectives.call.collective import Statistics
 from lamina.collectives.reduction.codec import Cast, Wire
 from lamina.collectives.transport.chunked_messages import ChunkedMessage
 from lamina.collectives.transport.gloo_exchange import Chunk
+from lamina.collectives.transport.lanes import SumBuffers
 from lamina.collectives.transport.peer_windows import PeerChunks
-from lamina.collectives.transport.scratch_pool import SumBuffers
 
 __all__ = ["Chunks", "Epilogue", "fused_sum", "reference_sum", "sum_chunks", "sum_rows"]
 
@@ -183,15 +183,14 @@ def fused_sum(
     returns None.
     """
     numel, wire = output.numel(), wire or Wire(Cast(chunks[0].dtype))
-    sum_of = _BlockSum(chunks, wire, numel, buffers or SumBuffers())
+    sum_of = _BlockSum(chunks, wire, buffers or SumBuffers())
     block = sum_of.block
     squares = torch.zeros(-(-numel // _ROW) if statistics else 0, dtype=torch.float64, device="cpu")
     direct = not accumulate and output.dtype == wire.sum_dtype
-    if direct and not isinstance(
-        chunks, torch.Tensor
-    ):  # a sum must not overwrite a chunk that it reads
-        here = [chunk.data_ptr() for chunk in chunks if isinstance(chunk, torch.Tensor)]
-        direct = output.data_ptr() not in here
+    for chunk in () if isinstance(chunks, torch.Tensor) else chunks:
+        # A sum must not overwrite a chunk that it still reads.
+        if isinstance(chunk, torch.Tensor) and chunk.data_ptr() == output.data_ptr():
+            direct = False
     for start in range(0, numel, block):
         target = output[start : start + block] if numel > block else output
         sum_of.start, sum_of.width = start, target.numel()
@@ -219,32 +218,24 @@ def fused_sum(
     return squared_norm, torch.tensor(not finite, device="cpu")
 
 
-def _block_of(chunks: Chunks, wire: Wire) -> int:
-    """Elements per block: whole blocks of the wire, and none that lies across two parts."""
-    if isinstance(chunks, torch.Tensor):  # whole rows of squares
-        return max(_STACKED // chunks.shape[0] // _ROW, 1) * _ROW
-    block = _BLOCK * min(torch.get_num_threads(), _MOST_THREADS)
-    for chunk in chunks:
-        if isinstance(chunk, ChunkedMessage):
-            part = chunk.part_items // wire.unit * wire.block
-            block = min(1 << block.bit_length() - 1, part)
-    return block
-
-
 class _BlockSum:
     """A sum of chunks, in blocks of `block` elements; `start` and `width` say which are at hand."""
 
-    def __init__(self, chunks: Chunks, wire: Wire, numel: int, buffers: SumBuffers) -> None:
+    def __init__(self, chunks: Chunks, wire: Wire, buffers: SumBuffers) -> None:
         self.start = self.width = 0
         self._chunks, self._wire, self._buffers = chunks, wire, buffers
-        self.block = _block_of(chunks, wire)
-        length = min(self.block, numel)
-        items = -(-length // wire.block) * wire.unit
-        buffers.fit(length, items, wire.dtype, wire.sum_dtype)
+        if isinstance(chunks, torch.Tensor):  # whole rows of squares
+            self.block = max(_STACKED // chunks.shape[0] // _ROW, 1) * _ROW
+            return
+        self.block = _BLOCK * min(torch.get_num_threads(), _MOST_THREADS)
+        for chunk in chunks:
+            if isinstance(chunk, ChunkedMessage):  # no block lies across two of its parts
+                part = chunk.part_items // wire.unit * wire.block
+                self.block = min(1 << self.block.bit_length() - 1, part)
 
     def level(self, index: int) -> torch.Tensor:
         """The block's buffer on one level of the tree."""
-        return self._buffers.level(index)[: self.width]
+        return self._buffers.take(index, self.width, self._wire.sum_dtype)
 
     def total(self, into: torch.Tensor) -> torch.Tensor:
         """Sum the block at hand: into `into`, or one chunk's where it lies."""
@@ -282,7 +273,7 @@ class _BlockSum:
             chunk.read(start, into)
             return into
         else:
-            block = self._buffers.raw()[:width]
+            block = self._buffers.take("as it came", width, wire.dtype)
             chunk.read(start, block)
         if wire.summable:
             return block
@@ -292,7 +283,7 @@ class _BlockSum:
     def squares(self, block: torch.Tensor, rows: torch.Tensor) -> None:
         """Write the sums of squares of each row of `block` to the beginning of `rows`."""
         count = -(-block.numel() // _ROW)
-        wide = self._buffers.squares(_ROW)[: count * _ROW]
+        wide = self._buffers.take("squares", count * _ROW, torch.float64)
         wide[: block.numel()].copy_(block)
         wide[block.numel() :].zero_()
         wide.mul_(wide)

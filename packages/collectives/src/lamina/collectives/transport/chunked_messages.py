@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
-from lamina.collectives.transport.scratch_pool import ScratchPool
+from lamina.collectives.transport.lanes import ScratchPool
 
 __all__ = ["CUT_FROM", "ChunkedMessage", "part_items"]
 

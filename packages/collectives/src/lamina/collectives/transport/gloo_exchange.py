@@ -36,18 +36,11 @@ def bounds_of(rank: int, piece: int, total: int) -> tuple[int, int]:
     return min(rank * piece, total), min((rank + 1) * piece, total)
 
 
+# Note [Sizes are in the tags]
+# If the two ends of a message expect different sizes, gloo ends the process of one of them
+# (`EnforceNotMet`) or delivers a part. With the size in its tag, such a message meets no receive.
+# Both ranks wait, and the watchdog says in which collectives. See docs/decisions/0107.
 _SIZE_SHIFT, _SIZES = 25, 61  # tags of lanes end below 2**25, and torch takes tags below 2**31
-
-
-def _tag_of_size(tag: int, nbytes: int) -> int:
-    """The tag of a message of so many bytes.
-
-    Note [Sizes are in the tags]
-    If the two ends of a message expect different sizes, gloo ends the process of one of them
-    (`EnforceNotMet`) or delivers a part. With the size in its tag, such a message meets no receive.
-    Both ranks wait, and the watchdog says in which collectives. See docs/decisions/0107.
-    """
-    return tag + (nbytes % _SIZES << _SIZE_SHIFT)
 
 
 class GlooExchange:
@@ -71,7 +64,6 @@ class GlooExchange:
     def __init__(
         self,
         lane: Lane,
-        group: ProcessGroup,
         sends: Sequence[tuple[int, torch.Tensor]],
         receives: Sequence[tuple[int, int, torch.Tensor | None]],
         dtype: torch.dtype,
@@ -81,53 +73,51 @@ class GlooExchange:
         unit: int | None = None,
         own: tuple[int, torch.Tensor] | None = None,
     ) -> None:
-        self._lane, self._group, self._tag = lane, group, tag
+        self._lane, self._group, self._tag = lane, lane.ref() or lane.group, tag
         self._sends, self._receives, self._dtype = sends, receives, dtype
         self._direct, self._unit, self._own = direct, unit, own
         self._posted = False
-        self._arriving: dict[int, torch.Tensor | ChunkedMessage | HostPeer] = {}
-        self._works: dict[int, Work | None] = {}
-        self._outbound: list[tuple[Work | None, torch.Tensor]] = []
+        self._arriving: list[tuple[torch.Tensor | ChunkedMessage | HostPeer, Work | None]] = []
+        """For each receive what comes, and what to wait for."""
+        self._outbound: list[Work | None] = []
         self._lent: list[tuple[HostPeer, torch.Tensor]] = []
         self._borrowed: list[torch.Tensor] = []
         if not direct or lane.host_peers is not None:
             self._post()
 
     def _post(self) -> None:
-        self._posted = True
-        peers = None
+        """Post all receives, then all sends."""
+        self._posted, group, pool, unit = True, self._group, self._lane.scratch_pool, self._unit
+        peers: tuple[HostPeer | None, ...] | None = None
         if self._direct:
-            peers = self._lane.host_peers or self._lane.find_host_peers(self._group)
+            peers = self._lane.host_peers or self._lane.find_host_peers(group)
         for source, numel, target in self._receives:
-            nbytes = numel * self._dtype.itemsize
-            peer = peers[source] if peers is not None and nbytes >= READ_FROM else None
-            if peer is not None:
-                self._arriving[source] = peer
-            elif self._unit is not None and nbytes > CUT_FROM:
-                how = (_tag_of_size(self._tag, nbytes), self._unit, self._lane.scratch_pool, target)
-                message = ChunkedMessage(source, numel, self._dtype, self._group, *how)
-                self._arriving[source] = message
+            nbytes, work = numel * self._dtype.itemsize, None
+            tag = self._tag + (nbytes % _SIZES << _SIZE_SHIFT)
+            arriving: torch.Tensor | ChunkedMessage | HostPeer
+            if peers is not None and nbytes >= READ_FROM and (peer := peers[source]) is not None:
+                arriving = peer  # it announces where its bytes lie
+            elif unit is not None and nbytes > CUT_FROM:
+                how = tag, unit, pool, target
+                arriving = ChunkedMessage(source, numel, self._dtype, group, *how)
             else:
                 if target is None:
-                    self._borrowed.append(self._lane.scratch_pool.borrow(nbytes))
+                    self._borrowed.append(pool.borrow(nbytes))
                     target = self._borrowed[-1][:nbytes].view(self._dtype)
-                self._arriving[source] = target
-                tag = _tag_of_size(self._tag, nbytes)
-                work = dist.irecv(target, group=self._group, group_src=source, tag=tag)
-                self._works[source] = work
+                arriving = target
+                work = dist.irecv(target, group=group, group_src=source, tag=tag)
+            self._arriving.append((arriving, work))
         for rank, tensor in self._sends:
             nbytes = tensor.nbytes
-            peer = peers[rank] if peers is not None and nbytes >= READ_FROM else None
-            if peer is not None:
+            if peers is not None and nbytes >= READ_FROM and (peer := peers[rank]) is not None:
                 self._lend(peer, tensor)
                 continue
             parts: Sequence[torch.Tensor] = (tensor,)
-            if self._unit is not None and nbytes > CUT_FROM:
-                parts = torch.split(tensor, part_items(tensor.dtype, self._unit))
-            tag = _tag_of_size(self._tag, nbytes)
+            if unit is not None and nbytes > CUT_FROM:  # as the receiver does
+                parts = torch.split(tensor, part_items(tensor.dtype, unit))
+            tag = self._tag + (nbytes % _SIZES << _SIZE_SHIFT)
             for part in parts:
-                work = dist.isend(part, group=self._group, group_dst=rank, tag=tag)
-                self._outbound.append((work, part))
+                self._outbound.append(dist.isend(part, group=group, group_dst=rank, tag=tag))
 
     def _lend(self, peer: HostPeer, tensor: torch.Tensor) -> None:
         """Tell a rank of this host where its data lie; it acknowledges when it has read them."""
@@ -137,22 +127,14 @@ class GlooExchange:
         self._lent.append((peer, tensor))
         peer.announce(self._tag, tensor.data_ptr(), tensor.nbytes)
 
-    def _take(self, source: int, numel: int) -> Chunk:
-        """Wait for what `source` sends; of what comes in parts, each block's reader waits."""
-        arriving = self._arriving[source]
-        if isinstance(arriving, ChunkedMessage):
-            return arriving
-        if isinstance(arriving, HostPeer):
-            address, nbytes = arriving.take_announcement(self._tag)
-            expected = numel * self._dtype.itemsize
-            if nbytes != expected:
-                arriving.acknowledge(self._tag, expected)
-                raise self._mismatch(f"rank {source} sends {nbytes} bytes to this rank", expected)
-            return RemoteMemory(arriving, address, numel, self._dtype)
-        work = self._works[source]
-        if work is not None:
-            work.wait()
-        return arriving
+    def _announced(self, source: int, peer: HostPeer, numel: int) -> RemoteMemory:
+        """Wait until a rank of this host has said where its bytes lie."""
+        address, nbytes = peer.take_announcement(self._tag)
+        expected = numel * self._dtype.itemsize
+        if nbytes != expected:
+            peer.acknowledge(self._tag, expected)  # or it would wait for ever
+            raise self._mismatch(f"rank {source} sends {nbytes} bytes to this rank", expected)
+        return RemoteMemory(peer, address, numel, self._dtype)
 
     def fill(self) -> None:
         """Wait until everything is where it was asked for, and nobody needs this rank's buffers.
@@ -162,26 +144,38 @@ class GlooExchange:
         """
         if not self._posted:  # see Note [The first exchange of a group blocks]
             self._post()
-        for source, numel, target in self._receives:
-            chunk = self._take(source, numel)
-            if isinstance(chunk, RemoteMemory) and target is not None:
-                chunk.read(0, target)
-                chunk.owner.acknowledge(self._tag, target.nbytes)
+        for (arriving, work), (source, numel, target) in zip(
+            self._arriving, self._receives, strict=True
+        ):
+            if work is not None:
+                work.wait()
+            elif isinstance(arriving, HostPeer) and target is not None:
+                self._announced(source, arriving, numel).read(0, target)
+                arriving.acknowledge(self._tag, target.nbytes)
         self._finish_sends()
 
     def chunks(self) -> list[Chunk]:
-        """Wait for every rank's chunk, in rank order, for a sum that reads it; raises as `fill`."""
+        """Wait for every rank's chunk, in rank order, for a sum that reads it; raises as `fill`.
+
+        Of what comes in parts, each block's reader waits.
+        """
         if not self._posted:
             self._post()
-        found: dict[int, Chunk] = {} if self._own is None else {self._own[0]: self._own[1]}
-        for source, numel, _ in self._receives:
-            found[source] = self._take(source, numel)
-        return [found[rank] for rank in sorted(found)]
+        by_rank: dict[int, Chunk] = {} if self._own is None else {self._own[0]: self._own[1]}
+        for (arriving, work), (source, numel, _) in zip(
+            self._arriving, self._receives, strict=True
+        ):
+            if isinstance(arriving, HostPeer):
+                by_rank[source] = self._announced(source, arriving, numel)
+            else:
+                if work is not None:
+                    work.wait()
+                by_rank[source] = arriving
+        return list(map(by_rank.__getitem__, sorted(by_rank)))
 
     def close(self) -> None:
         """Wait, with the chunks read, until nobody needs this rank's buffers; raises as `fill`."""
-        for source, numel, _ in self._receives:
-            arriving = self._arriving[source]
+        for (arriving, _), (_, numel, _) in zip(self._arriving, self._receives, strict=True):
             if isinstance(arriving, HostPeer):
                 arriving.acknowledge(self._tag, numel * self._dtype.itemsize)
             elif isinstance(arriving, ChunkedMessage):
@@ -192,7 +186,7 @@ class GlooExchange:
         self._borrowed.clear()
 
     def _finish_sends(self) -> None:
-        for work, _ in self._outbound:
+        for work in self._outbound:
             if work is not None:
                 work.wait()
         for peer, tensor in self._lent:
@@ -261,16 +255,14 @@ class GlooRoute:
         self, output: torch.Tensor, sent: torch.Tensor, peers: list[_Peer], shift: int, tag: int
     ) -> GlooExchange:
         """Send a piece to some ranks; receive from each the piece `shift` places after its own."""
-        offset = shift * self._piece
-        receives = [
-            (peer, stop - start, output[start + offset : stop + offset])
-            for peer, start, stop in reversed(peers)
-            if start < stop
-        ]
-        sends = [(peer, sent) for peer, _, _ in peers] if sent.numel() else []
-        lane = self._lane
-        group = lane.ref() or lane.ref.group  # which says that it is destroyed
-        return GlooExchange(lane, group, sends, receives, output.dtype, tag)
+        offset, sends, receives = shift * self._piece, [], []
+        for peer, start, stop in peers:
+            if sent.numel():
+                sends.append((peer, sent))
+            if start < stop:
+                receives.append((peer, stop - start, output[start + offset : stop + offset]))
+        receives.reverse()  # who comes next in rank order is sent to first and received from last
+        return GlooExchange(self._lane, sends, receives, output.dtype, tag)
 
     def _pass_on(self, first: GlooExchange, output: torch.Tensor, tag: int) -> None:
         """Complete the first exchange, and pass on within this run what came from others."""
@@ -288,12 +280,13 @@ class GlooRoute:
     ) -> GlooExchange:
         """Send every rank its piece of `input`, and bring every rank's piece for this one here."""
         start, stop = self._own
-        numel, receives = stop - start, []
+        numel, sends = stop - start, []
+        receives: list[tuple[int, int, torch.Tensor | None]] = []
+        for peer, first, last in self._ahead:
+            if first < last:
+                sends.append((peer, input[first:last]))
         for row, (peer, _, _) in enumerate(self._behind if numel else ()):
             target = None if scratch is None else scratch[row * numel : (row + 1) * numel]
             receives.append((peer, numel, target))
-        sends = [(peer, input[first:last]) for peer, first, last in self._ahead if first < last]
         own, tag = (self._rank, input[start:stop]), self._lane.next_tag() if tag is None else tag
-        lane, dtype = self._lane, input.dtype
-        group = lane.ref() or lane.ref.group
-        return GlooExchange(lane, group, sends, receives, dtype, tag, unit=self._unit, own=own)
+        return GlooExchange(self._lane, sends, receives, input.dtype, tag, unit=self._unit, own=own)

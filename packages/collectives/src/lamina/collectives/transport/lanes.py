@@ -1,7 +1,8 @@
 """What a process group needs between calls: tags, a worker thread, a CUDA stream, scratch memory.
 
 A lane is to the CPU what a communication stream is to a GPU: work handed to it runs in the order
-it was handed in, beside the caller.
+it was handed in, beside the caller. Its memory is what one collective leaves for the next, because
+on a CPU fresh pages cost as much as the work.
 
 Note [Every group has a lane of its own]
 Work in a lane waits for other ranks. If two groups shared a lane, two ranks that use the groups in
@@ -33,27 +34,53 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lamina.collectives.transport.groups import no_group
-from lamina.collectives.transport.scratch_pool import ScratchPool
 from lamina.collectives.transport.shared_host import HostPeer, find_host_peers
 from lamina.mesh.engine import GroupRef, ends_with_groups, ranks_of
 
-__all__ = ["Job", "Lane", "Worker", "kept_bytes", "lane_of", "lanes", "release_kept"]
+__all__ = [
+    "Job",
+    "Lane",
+    "ScratchPool",
+    "SumBuffers",
+    "Worker",
+    "kept_bytes",
+    "lane_of",
+    "lanes",
+    "release_kept",
+]
 
 # Messages of collectives carry tags above those that users give to their own sends.
 _FIRST_TAG = 1 << 24
 _TAGS = 1 << 24
 _PATIENCE = 4.0  # seconds: what nobody waits for may need ranks that are gone
+_MOST_SCRATCH = 64 << 20  # bytes that a group keeps
+
+
+class LoggedCall(Protocol):
+    """A collective, as those who look at a lane see it."""
+
+    axis: str
+    issued_ns: int
+    finished_ns: int | None
+    number: int
+
+    def what(self) -> str:
+        """The operation, and what it is for."""
+
+    def waited_for(self) -> float | None:
+        """Seconds since which somebody waits for it; None if nobody does."""
 
 
 class Job:
     """Work for a thread, and its end.
 
-    `run` is called in the inference mode of the thread that makes the job, and then `then`, unless
-    it failed.
+    `run` is called in the inference mode of the thread that makes the job. Its end is noted in the
+    collective that it is a part of, unless it failed.
     """
 
-    def __init__(self, run: Callable[[], None], then: Callable[[], None] | None = None) -> None:
-        self._work: tuple[Callable[[], None], Callable[[], None] | None] | None = (run, then)
+    def __init__(self, run: Callable[[], None], call: LoggedCall | None = None) -> None:
+        self._work: Callable[[], None] | None = run
+        self._call = call
         self._inference = torch.is_inference_mode_enabled()
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -65,17 +92,15 @@ class Job:
     def execute(self) -> None:
         """Do the work on the thread that calls."""
         assert self._work is not None  # noqa: S101 - a job is executed once
-        run, then = self._work
         try:
             with torch.inference_mode(self._inference):
-                run()
-            if then is not None:
-                then()
+                self._work()
+            if self._call is not None:
+                self._call.finished_ns = time.perf_counter_ns()
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # their tensors, and the group
             self._error = error
         # Drop the tensors first: whoever waits may count memory.
-        del run, then
         self._work = None
         self._done.set()
 
@@ -117,9 +142,9 @@ class Worker:
         self._jobs: deque[Job] = deque()
         self._running = False
 
-    def submit(self, run: Callable[[], None], then: Callable[[], None] | None = None) -> Job:
-        """Run work after all that was submitted before it."""
-        job = Job(run, then)
+    def submit(self, run: Callable[[], None], call: LoggedCall | None = None) -> Job:
+        """Run work, of a collective, after all that was submitted before it."""
+        job = Job(run, call)
         with self._lock:
             self._jobs.append(job)
             start = not self._running
@@ -144,18 +169,78 @@ class Worker:
             job.execute()
 
 
-class LoggedCall(Protocol):
-    """A collective, as those who look at a lane see it."""
+def _host_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Host memory that outlives a call. No inference tensor: later calls could not write to it."""
+    with torch.inference_mode(False):
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
-    axis: str
-    issued_ns: int
-    number: int
 
-    def told(self) -> str:
-        """The operation, and what it is for."""
+class SumBuffers:
+    """Buffers of one sum at a time: each is made when it is first asked for, and kept."""
 
-    def waited_for(self) -> float | None:
-        """Seconds since which somebody waits for it; None if nobody does."""
+    def __init__(self) -> None:
+        self._kept: dict[int | str, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that were made."""
+        return sum(buffer.nbytes for buffer in self._kept.values())
+
+    def take(self, use: int | str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a use: a level of the tree, or what its name says; uninitialised."""
+        kept = self._kept.get(use)
+        if kept is None or kept.numel() < numel or kept.dtype != dtype:
+            kept = self._kept[use] = _host_memory(numel, dtype)
+        return kept[:numel]
+
+
+class ScratchPool:
+    """Scratch and sum buffers of one group, lent to one collective at a time.
+
+    Kept between calls: as many sets of sum buffers as sums ran at once (a few MiB each), and at
+    most 64 MiB of scratch, which only ranks that exchange messages need.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._scratch: list[torch.Tensor] = []
+        self._scratch_bytes = 0
+        self.sum_buffers: list[SumBuffers] = []
+        """What no sum uses now. To take one from the end, or to add one, needs no lock."""
+
+    def borrow(self, nbytes: int) -> torch.Tensor:
+        """CPU scratch: uint8, at least `nbytes`, uninitialised."""
+        with self._lock:
+            best = None
+            for at, kept in enumerate(self._scratch):
+                smaller = best is None or kept.nbytes < self._scratch[best].nbytes
+                if kept.nbytes >= nbytes and smaller:
+                    best = at
+            if best is not None:
+                self._scratch_bytes -= self._scratch[best].nbytes
+                return self._scratch.pop(best)
+        return _host_memory(nbytes, torch.uint8)
+
+    def give_back(self, scratch: torch.Tensor) -> None:
+        """Return what was borrowed. Where too much is kept, the oldest is freed."""
+        with self._lock:
+            self._scratch.append(scratch)
+            self._scratch_bytes += scratch.nbytes
+            while self._scratch_bytes > _MOST_SCRATCH:
+                self._scratch_bytes -= self._scratch.pop(0).nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept now (lent ones not counted)."""
+        with self._lock:
+            return self._scratch_bytes + sum(buffers.nbytes for buffers in self.sum_buffers)
+
+    def clear(self) -> None:
+        """Give what is kept back to the allocator; what is lent comes back as usual."""
+        with self._lock:
+            self._scratch.clear()
+            self._scratch_bytes = 0
+            self.sum_buffers.clear()
 
 
 class Lane:

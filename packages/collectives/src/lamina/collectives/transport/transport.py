@@ -39,7 +39,7 @@ __all__ = [
     "wait_all",
 ]
 
-Completion: TypeAlias = Callable[[], None]
+Completion: TypeAlias = Callable[[], object]
 """What is left to do of an exchange once its messages are under way: to wait for them."""
 
 
@@ -266,7 +266,7 @@ def _gloo_exchange(
 ) -> GlooExchange:
     incoming = [(peer, tensor.numel(), tensor) for peer, tensor in receives]
     dtype = receives[0][1].dtype if receives else torch.uint8
-    return GlooExchange(lane_of(group), group, sends, incoming, dtype, tag, direct=direct)
+    return GlooExchange(lane_of(group), sends, incoming, dtype, tag, direct=direct)
 
 
 def wait_all(*works: Work | None) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from lamina.buffers import ShardedTensor
 from lamina.collectives import Handle
-from lamina.collectives.engine import Serving
+from lamina.collectives.engine import purpose
 from lamina.ddp.backward.agreement import Settlement
 from lamina.ddp.backward.gradient_hooks import (
     NO_STREAM,
@@ -154,8 +154,11 @@ class ReductionQueue:
             self.drain(leave)
         # See Note [Reductions are generators]: this runs up to the first collective.
         steps = gradients.reduce(self.is_final)
-        with Serving(group.weights.title):
+        before = purpose.set(group.weights.title)
+        try:
             handle = next(steps, None)
+        finally:
+            purpose.reset(before)
         if handle is not None:
             self._in_flight.append((steps, handle, gradients.wire_bytes, number))
         elif self.is_final and group.shown.hooks.exist:  # one rank alone waits for nothing
@@ -203,9 +206,12 @@ class ReductionQueue:
             steps, handle, _, number = self._in_flight.popleft()
             group = self._groups[number]
             handle.wait()
-            with Serving(group.weights.title):
+            before = purpose.set(group.weights.title)
+            try:
                 for further in steps:
                     further.wait()
+            finally:
+                purpose.reset(before)
             if self.is_final and group.shown.hooks.exist:
                 self._done(number)
 

@@ -23,7 +23,7 @@ import torch
 
 from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
-from lamina.collectives.engine import AllGather, Serving
+from lamina.collectives.engine import AllGather, purpose
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.parameters import ParameterRef, title_of
 
@@ -202,11 +202,14 @@ class Weights(ABC):
         if after is None:
             return  # they are there, or on their way
         # What was written since the last gather goes into this rank's part first.
-        with Serving(self._purpose or self.title):
+        before = purpose.set(self._purpose or self.title)
+        try:
             if self._changed:
                 self._install()
                 self._changed = self._written_through = False
             self._pending = self._gather()
+        finally:
+            purpose.reset(before)
         self._purpose = ""  # who has written is told of once
         self.state = after
 

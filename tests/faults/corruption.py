@@ -128,7 +128,7 @@ def flip_on_the_wire(case, armed):
 
     def reduce_flipped(self, output, memory, epilogue):
         if self.rank == VICTIM and self._wire.plain and armed():
-            flip(memory[0], case.bit, peers_part(memory[0], self.rank, self.size))
+            flip(memory.terms, case.bit, peers_part(memory.terms, self.rank, self.size))
         return reduce(self, output, memory, epilogue)
 
     def encode_flipped(self, values, wire, piece):

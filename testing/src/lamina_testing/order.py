@@ -345,7 +345,7 @@ def seams(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
     def waited(handle: collective.Handle) -> None:
         site = caller()
         if handle._pending and handle._end is not None and not recording.keeps(site):
-            handle._end.event = None
+            handle._end.forget()
             return
         with recording.on_behalf_of(site):
             wait(handle)

@@ -21,7 +21,7 @@ from lamina.collectives.move.all_to_all import all_to_all
 from lamina.collectives.move.buffer_forms import gather, reduce
 from lamina.collectives.move.common_facts import DisagreementError
 from lamina.collectives.move.rings import send_recv
-from lamina.collectives.reduction.ordered import all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives.reduction.reduce import all_reduce_fp32, reduce_scatter_fp32
 
 __all__ = [
     "DamagedMessageError",

@@ -23,7 +23,7 @@ from lamina.collectives.move.shaped import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from lamina.collectives.reduction.native import ReductionName, reduction_class
+from lamina.collectives.reduction.reduce import ReductionName, reduction_class
 from lamina.collectives.transport.groups import group_rank, group_size
 from lamina.mesh.engine import GroupRef, group_ref, live_group
 

@@ -32,7 +32,6 @@ from lamina.collectives.reduction.codec import (
     GradientCodec,
     Int8Blocks,
 )
-from lamina.collectives.reduction.native import ReductionName, reduction_class
 from lamina.collectives.reduction.ordered import (
     MESSAGE_BYTES,
     OrderedReduction,
@@ -40,6 +39,7 @@ from lamina.collectives.reduction.ordered import (
     SumOp,
     bytes_received,
 )
+from lamina.collectives.reduction.reduce import ReductionName, reduction_class
 from lamina.collectives.transport.groups import served_by_gloo
 from lamina.collectives.transport.lanes import Job, kept_bytes, release_kept
 from lamina.collectives.transport.peer_windows import open_window

@@ -321,22 +321,27 @@ def raise_for(error: RuntimeError, call: Call, lane: Lane | None) -> NoReturn:
 class _EndOnDevice:
     """The end of a collective on a GPU, which the stream of who has called has to come after.
 
-    If it is dropped before anybody has waited, the tensors are about to be freed on that stream.
+    If it is dropped before anybody has waited, `keep` is about to be freed on that stream, which
+    therefore comes after the collective first. On a CPU the lane's thread holds the tensors.
     """
 
-    __slots__ = ("_job", "event", "stream")
+    __slots__ = ("_job", "_keep", "event", "stream")
 
-    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, job: Job | None) -> None:
+    def __init__(
+        self,
+        event: torch.cuda.Event,
+        stream: torch.cuda.Stream,
+        job: Job | None,
+        keep: tuple[object, ...],
+    ) -> None:
         self.event: torch.cuda.Event | None = event
         """After the collective on its own stream; None once somebody has waited."""
         self.stream = stream
-        self._job = job
+        self._job, self._keep = job, keep
 
-    def wait(self) -> None:
-        """Let the current stream of the device come after the collective."""
-        event, self.event = self.event, None
-        if event is not None:
-            torch.cuda.current_stream(self.stream.device).wait_event(event)
+    def forget(self) -> None:
+        """Somebody has waited: nothing is left to do when it is dropped."""
+        self.event, self._keep = None, ()
 
     def __del__(self) -> None:
         if self.event is not None:
@@ -352,7 +357,7 @@ class Handle:
     (except over gloo, where the host moves the bytes).
     """
 
-    def __init__(self, call: Call, keep: tuple[torch.Tensor | None, ...] = ()) -> None:
+    def __init__(self, call: Call, keep: tuple[object, ...] = ()) -> None:
         self._call = call
         self._keep = keep  # see Note [Handles hold tensors until wait]
         self._pending = True
@@ -382,8 +387,9 @@ class Handle:
                     watchdog = running_watchdog()
                     if watchdog is not None and watchdog.gives_up() is not None:
                         raise RuntimeError("the collective cannot end any more")
-                if self._end is not None:
-                    self._end.wait()
+                if (end := self._end) is not None and end.event is not None:
+                    torch.cuda.current_stream(end.stream.device).wait_event(end.event)
+                    end.forget()
             self._pending = False  # not after a failure, which every further wait reports again
         except RuntimeError as error:
             raise_for(error, call, self._lane)
@@ -404,9 +410,7 @@ class Statistics:
 class ReduceHandle(Handle):
     """A reduction in flight. Reading a statistic waits first."""
 
-    def __init__(
-        self, call: Call, keep: tuple[torch.Tensor | None, ...], statistics: Statistics | None
-    ) -> None:
+    def __init__(self, call: Call, keep: tuple[object, ...], statistics: Statistics | None) -> None:
         super().__init__(call, keep)
         self._statistics = statistics
 
@@ -603,7 +607,7 @@ def _launch_on_cuda(
     else:
         finish()
     if call.async_op:  # of one rank too: who waits may be on another stream than who has called
-        handle._end = _EndOnDevice(ended, current, handle._job)
+        handle._end = _EndOnDevice(ended, current, handle._job, handle._keep)
     if lane is not None and not torch.cuda.is_current_stream_capturing():
         call.device_ended = ended  # an event of a graph has no end of its own
 

@@ -8,8 +8,8 @@ from torch.distributed import ProcessGroup
 from lamina.buffers import FlatBuffer, Partial
 from lamina.collectives.call.collective import Handle, ReduceHandle
 from lamina.collectives.move.all_gather import all_gather_into
-from lamina.collectives.reduction.native import ReductionName, reduction_class
 from lamina.collectives.reduction.ordered import SumOp
+from lamina.collectives.reduction.reduce import ReductionName, reduction_class
 from lamina.collectives.transport.groups import group_rank, group_size, where
 
 __all__ = ["gather", "reduce"]

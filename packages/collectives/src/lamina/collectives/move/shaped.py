@@ -19,7 +19,7 @@ from lamina.collectives.call.collective import Pending
 from lamina.collectives.compat import one_graph_break
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.move.all_to_all import all_to_all, row_splits
-from lamina.collectives.reduction.native import ReductionName, reduction_class
+from lamina.collectives.reduction.reduce import ReductionName, reduction_class
 from lamina.collectives.transport.groups import group_size, where
 
 __all__ = ["start_all_gather", "start_all_reduce", "start_all_to_all", "start_reduce_scatter"]

@@ -7,8 +7,8 @@ bfloat16), as each of the N - 1 additions rounds once. Averages are the backend'
 accumulation and statistics are applied to the result in fp32, as in the ordered reductions.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,12 @@ from torch.distributed import Work
 
 from lamina.collectives.compat import reduce_scatter_single
 from lamina.collectives.reduction.codec import Cast, GradientCodec, Wire
-from lamina.collectives.reduction.ordered import Memory, OrderedReduction, Reduction
+from lamina.collectives.reduction.ordered import Reduction
 from lamina.collectives.reduction.summation import Epilogue, sum_chunks
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.transport import Completion, wait_all
 
-__all__ = ["NativeReduction", "ReductionName", "reduction_class"]
-
-ReductionName: TypeAlias = Literal["ordered", "native"]
-"""Who adds: Lamina in one order, or the backend."""
+__all__ = ["NativeReduction"]
 
 _BACKEND = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 """The backend averages by itself: in the wire dtype, where a sum of fp16 may not fit."""
@@ -48,20 +45,21 @@ class NativeReduction(Reduction):
         self._wire = Wire(Cast(self._wire_dtype))
         self._backend_op, self.sum_op = _BACKEND[self.sum_op], "sum"
 
-    def _memory(
+    def _begin(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        accumulate: bool,
+        epilogue: Epilogue,
         scratch: torch.Tensor | None,
-    ) -> Memory:
-        """The input, and where the backend's sum goes: the output, if it is not cast nor added."""
-        direct = output.dtype == input.dtype and not accumulate
-        return input, output if direct else torch.empty_like(output, dtype=input.dtype)
+    ) -> tuple[object, Callable[[], Completion]]:
+        # The backend's sum goes straight to the output, if it is neither cast nor added.
+        direct = output.dtype == input.dtype and not epilogue.accumulate
+        total = output if direct else torch.empty_like(output, dtype=input.dtype)
+        return total, partial(self._reduce, output, input, total, epilogue)
 
-    def _reduce(self, output: torch.Tensor, memory: Memory, epilogue: Epilogue) -> Completion:
-        input, total = memory
-        assert input is not None and total is not None  # noqa: S101, PT018 - see `_memory`
+    def _reduce(
+        self, output: torch.Tensor, input: torch.Tensor, total: torch.Tensor, epilogue: Epilogue
+    ) -> Completion:
         work, group = None, self.group
         alone = self.size == 1
         if (alone or not self.scatter) and total.data_ptr() != input.data_ptr():
@@ -81,13 +79,3 @@ class NativeReduction(Reduction):
         wait_all(work)
         if total is not output or epilogue != Epilogue():
             sum_chunks([total], output, epilogue, self._wire)
-
-
-_CLASSES: dict[str, type[Reduction]] = {"ordered": OrderedReduction, "native": NativeReduction}
-
-
-def reduction_class(name: str) -> type[Reduction]:
-    """The class of the reductions called `name`; ValueError: neither "ordered" nor "native"."""
-    if name not in _CLASSES:
-        raise ValueError(f"reduction must be 'ordered' or 'native', not {name!r}")
-    return _CLASSES[name]

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise, repeat
+from itertools import pairwise, repeat
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -45,9 +45,7 @@ __all__ = [
     "OrderedReduction",
     "Reduction",
     "SumOp",
-    "all_reduce_fp32",
     "bytes_received",
-    "reduce_scatter_fp32",
 ]
 
 MESSAGE_BYTES = 32 << 20
@@ -56,9 +54,6 @@ _SLICES_AT_ONCE = 3
 
 SumOp: TypeAlias = Literal["sum", "avg"]
 """What a reduction makes of the terms; who adds them is the class of the reduction."""
-
-Memory: TypeAlias = tuple[torch.Tensor | None, ...]
-"""Tensors that a reduction needs besides its output and input, until it has ended."""
 
 
 class Reduction(Collective):
@@ -142,18 +137,17 @@ class Reduction(Collective):
         return output.dtype == input.dtype and output.data_ptr() == input.data_ptr() + first
 
     @abstractmethod
-    def _memory(
+    def _begin(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        accumulate: bool,
+        epilogue: Epilogue,
         scratch: torch.Tensor | None,
-    ) -> Memory:
-        """Find the memory that this reduction needs besides; on the caller's stream."""
+    ) -> tuple[object, Callable[[], Completion]]:
+        """What the sum needs besides its buffers until it has ended, and what begins it.
 
-    @abstractmethod
-    def _reduce(self, output: torch.Tensor, memory: Memory, epilogue: Epilogue) -> Completion:
-        """Post the messages; return what is left to do."""
+        The memory is found now, on the caller's stream: it goes back there.
+        """
 
     def start(
         self,
@@ -172,17 +166,17 @@ class Reduction(Collective):
         """
         output, input = output.detach(), input.detach()
         self._require_buffers(output, input, in_place=not accumulate)
-        memory = self._memory(output, input, accumulate, scratch)
         factor = None if scale is None and self.sum_op == "sum" else self._factor(scale)
         kept = Statistics(self.device) if statistics else None
+        epilogue = Epilogue(factor, accumulate, kept)
+        memory, begin = self._begin(output, input, epilogue, scratch)
         # What is added to `output` is gathered as it was summed, and else as it is stored.
         width = self._wire.sum_dtype.itemsize if accumulate else output.itemsize
         sent = self._sent + width * self._gathered
         far = partial(self._between_hosts, width)
         call = issue(self.op, self._lane, self._wire_dtype, sent, between=far, async_op=async_op)
-        reduce = partial(self._reduce, output, memory, Epilogue(factor, accumulate, kept))
-        handle = ReduceHandle(call, (output, input, *memory), kept)
-        return launch(handle, self._lane, self.device, reduce)
+        handle = ReduceHandle(call, (output, input, memory), kept)
+        return launch(handle, self._lane, self.device, begin)
 
     def _between_hosts(self, width: int, near: Sequence[int]) -> int:
         """Bytes for other ranks than `near`, those of this host; sums take `width` bytes each."""
@@ -259,6 +253,26 @@ class _Slice:
 
     bounds: slice
     exchanges: list[_Exchange]
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What one ordered sum needs besides its output and input.
+
+    Attributes:
+        terms: what this rank adds, in the order in which pieces are sent.
+        sent: what is sent of them: themselves, their codes, or messages that slices are packed in.
+        gathered: what an all-reduce gathers sums into.
+        scratch: takes the terms of other ranks, where the route needs memory for them.
+        rooms: for each exchange after the first the sums that it sends, and memory for what it
+            brings.
+    """
+
+    terms: torch.Tensor
+    sent: torch.Tensor
+    gathered: torch.Tensor
+    scratch: torch.Tensor | None
+    rooms: list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def _slice_width(ranks: int, wire: torch.dtype, message_bytes: int) -> int:
@@ -358,10 +372,10 @@ class OrderedReduction(Reduction):
             for each in hosts:
                 lane_of(each).keep_to_messages()
         self._exchanges = self._exchanges_of(self._piece, self._padded, self._wire_total, hosts)
-        self._slices: list[_Slice] = []
+        self._slices = [_Slice(slice(0, self._piece), self._exchanges)]
         exchanged = self.size > 1 and self._exchanges[0].route.needs_scratch
         if even and exchanged and self.scatter and self._sends_input:
-            self._slices = self._cut(hosts)
+            self._slices = self._cut(hosts) or self._slices
         start = sum(exchange.own.start for exchange in self._exchanges)
         self._own = slice(start, start + self._exchanges[-1].numel)  # of what all ranks gather
         self._sent = sum(exchange.sent for exchange in self._exchanges)
@@ -402,54 +416,56 @@ class OrderedReduction(Reduction):
                 total += sent if self.scatter else sent + width * gathered
         return total
 
+    def _begin(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        epilogue: Epilogue,
+        scratch: torch.Tensor | None,
+    ) -> tuple[object, Callable[[], Completion]]:
+        if scratch is not None:
+            self._require_scratch(scratch, output, input)
+        memory = self._memory(output, input, epilogue.accumulate, scratch)
+        return memory, partial(self._reduce, output, memory, epilogue)
+
     def _memory(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
         accumulate: bool,
         scratch: torch.Tensor | None,
-    ) -> Memory:
-        """What is sent, before and after the codec; what is gathered into; room for exchanges."""
-        if scratch is not None:
-            self._require_scratch(scratch, output, input)
-        if self._slices:
-            return self._memory_of_slices(input, scratch)
-        source, target = input, output
-        first, *later = self._exchanges
+    ) -> _Memory:
+        device, wire, gathered = self.device, self._wire, output
+        exchanges = self._slices[0].exchanges  # of the widest slice
+        rooms = []
+        for before, exchange in pairwise(exchanges):
+            sums = torch.empty(before.numel, dtype=exchange.wire.sum_dtype, device=device)
+            rooms.append((sums, exchange.room(device)))
+        if len(self._slices) > 1:
+            bounds = self._slices[0].bounds
+            numel = _SLICES_AT_ONCE * self.size * (bounds.stop - bounds.start)
+            if scratch is None:
+                scratch = torch.empty(numel, dtype=wire.dtype, device=device)
+            return _Memory(input, scratch[:numel].view(_SLICES_AT_ONCE, -1), output, None, rooms)
+        terms = input
         if self._padded != self._numel:
-            source = input.new_zeros(self._padded)
-            source[: self._numel].copy_(input)
-        elif later and self.scatter:
+            terms = input.new_zeros(self._padded)
+            terms[: self._numel].copy_(input)
+        elif rooms and self.scatter:
             # A rank of this host gets the pieces of all ranks at its place of their hosts.
-            runs = source.view(later[0].size, first.size, self._piece)
-            source = runs.transpose(0, 1).reshape(-1)
-        sent = source
+            runs = terms.view(exchanges[1].size, exchanges[0].size, self._piece)
+            terms = runs.transpose(0, 1).reshape(-1)
+        sent = terms
         if not self._sends_input:
-            sent = torch.empty(self._wire_total, dtype=self._wire.dtype, device=self.device)
+            sent = torch.empty(self._wire_total, dtype=wire.dtype, device=device)
         if scratch is None:
-            scratch = first.room(self.device)
+            scratch = exchanges[0].room(device)
         gathers = not self.scatter and self.size > 1
         if gathers and (accumulate or self._padded != self._numel):
             # To accumulate, the sums are gathered apart, as ranks may hold different outputs.
-            dtype = self._wire.sum_dtype if accumulate else output.dtype
-            target = torch.empty(self._padded, dtype=dtype, device=self.device)
-        return source, sent, target, scratch, *(self._rooms(self._exchanges) if later else ())
-
-    def _memory_of_slices(self, input: torch.Tensor, scratch: torch.Tensor | None) -> Memory:
-        """What is sent; three messages; room for the exchange between hosts."""
-        widest = self._slices[0]
-        numel = _SLICES_AT_ONCE * self.size * (widest.bounds.stop - widest.bounds.start)
-        if scratch is None:
-            scratch = torch.empty(numel, dtype=self._wire_dtype, device=self.device)
-        return input, scratch[:numel], *self._rooms(widest.exchanges)
-
-    def _rooms(self, exchanges: Sequence[_Exchange]) -> Memory:
-        """For each exchange after the first the sums that it sends, and room for what it brings."""
-        rooms: list[torch.Tensor | None] = []
-        for before, exchange in pairwise(exchanges):
-            sums = torch.empty(before.numel, dtype=exchange.wire.sum_dtype, device=self.device)
-            rooms += [sums, exchange.room(self.device)]
-        return tuple(rooms)
+            dtype = wire.sum_dtype if accumulate else output.dtype
+            gathered = torch.empty(self._padded, dtype=dtype, device=device)
+        return _Memory(terms, sent, gathered, scratch, rooms)
 
     def _require_scratch(
         self, scratch: torch.Tensor, output: torch.Tensor, input: torch.Tensor
@@ -465,101 +481,106 @@ class OrderedReduction(Reduction):
         require_disjoint(name, group, ("scratch", scratch), ("input", input))
         require_disjoint(name, group, ("scratch", scratch), ("output", output))
 
-    def _reduce(self, output: torch.Tensor, memory: Memory, epilogue: Epilogue) -> Completion:
-        if self._slices:
-            source, messages, *rooms = memory
-            assert source is not None and messages is not None  # noqa: S101, PT018
-            post = partial(self._post_slice, source, messages.view(_SLICES_AT_ONCE, -1))
-            return partial(self._complete_slices, post, post(0), rooms, output, epilogue)
-        source, sent, target, scratch, *rooms = memory
-        assert source is not None and sent is not None and target is not None  # noqa: S101, PT018
-        if sent is not source and not source.is_meta:
-            self._wire.encode(source, sent, self._piece)
-        first, *later = self._exchanges
-        chunks = first.route.collect(sent, scratch)
-        # See Note [Tags are drawn when a collective is called].
+    def _reduce(self, output: torch.Tensor, memory: _Memory, epilogue: Epilogue) -> Completion:
+        """Post the first messages; what is left to do is to sum what comes, and to gather."""
+        chunks = self._post(memory, 0)
+        # Gathers take the way back: what is complete between hosts is spread inside them.
         gathers = [] if self.scatter or self._lane is None else self._exchanges[::-1]
-        tags = iter([exchange.next_tag() for exchange in (*later, *gathers)])
-        ends: Completion = partial(self._complete, chunks, rooms, target, tags, output, epilogue)
+        tags: Iterator[int | None] = repeat(None)  # slices are a backend's, which needs none
+        if len(self._slices) == 1:
+            # See Note [Tags are drawn when a collective is called].
+            tags = iter([exchange.next_tag() for exchange in (*self._exchanges[1:], *gathers)])
+        ends: Completion = partial(self._complete, chunks, memory, tags, output, epilogue)
         for exchange in self._exchanges:
             if exchange.wire.checked:
                 ends = exchange.wire.guarded(ends, exchange.ref)
         return ends
 
+    def _post(self, memory: _Memory, at: int) -> Chunks:
+        """Send one slice of all pieces."""
+        part, terms, sent = self._slices[at], memory.terms, memory.sent
+        first, *later = part.exchanges
+        if len(self._slices) == 1:
+            if sent is not terms and not terms.is_meta:
+                self._wire.encode(terms, sent, self._piece)
+            return first.route.collect(sent, memory.scratch)
+        # See Note [Sums in slices]: what the message before was sent from takes what now comes.
+        width, hosts = part.bounds.stop - part.bounds.start, later[0].size if later else 1
+        message, received = sent[-at % len(sent)], sent[(1 - at) % len(sent)]
+        message = message[: self.size * width]
+        # A rank of this host gets the slices of all ranks at its place of their hosts.
+        runs = terms.view(hosts, -1, self._piece)[..., part.bounds].transpose(0, 1)
+        message.view(runs.shape).copy_(runs)
+        return first.route.collect(message, received)
+
     def _complete(
         self,
         chunks: Chunks,
-        rooms: Sequence[torch.Tensor | None],
-        target: torch.Tensor,
+        memory: _Memory,
         tags: Iterator[int | None],
         output: torch.Tensor,
         epilogue: Epilogue,
     ) -> None:
-        """Wait for the chunks of each exchange and sum them; gather the sums, if all want them."""
-        if rooms:
-            chunks = self._over_hosts(self._exchanges, chunks, rooms, tags)
-        wire = self._exchanges[-1].wire
+        """Sum each slice while the next one flies; gather the sums, if all ranks want them."""
         if self.scatter or self._lane is None:
-            self._sum(chunks, output, epilogue, wire)
+            self._sum_slices(chunks, memory, tags, output, epilogue)
             return
+        # What is added to an output is measured as it is stored, by `_store`.
         statistics = None if epilogue.accumulate else epilogue.statistics
-        self._sum(chunks, target[self._own], Epilogue(epilogue.factor, False, statistics), wire)
-        wholes = list(accumulate(self._exchanges, lambda all, one: all[one.own], initial=target))
-        for exchange, own in zip(self._exchanges[::-1], wholes[:0:-1], strict=True):
-            wholes.pop()
-            exchange.gather(wholes[-1], own, next(tags))()
-        self._store(target, output, epilogue)
+        sums, ending = memory.gathered[self._own], Epilogue(epilogue.factor, False, statistics)
+        self._sum_slices(chunks, memory, tags, sums, ending)
+        # Each exchange's run of pieces lies in the own piece of the one before.
+        runs = [memory.gathered]
+        for exchange in self._exchanges:
+            runs.append(runs[-1][exchange.own])
+        for at in range(len(self._exchanges) - 1, -1, -1):
+            self._exchanges[at].gather(runs[at], runs[at + 1], next(tags))()
+        self._store(memory.gathered, output, epilogue)
+
+    def _sum_slices(
+        self,
+        chunks: Chunks,
+        memory: _Memory,
+        tags: Iterator[int | None],
+        output: torch.Tensor,
+        epilogue: Epilogue,
+    ) -> None:
+        """Bring the sum of every slice to its place in `output`."""
+        wanted, several = epilogue.statistics, len(self._slices) > 1
+        of_slices: list[Statistics] = []
+        for at, part in enumerate(self._slices):
+            following = self._post(memory, at + 1) if at + 1 < len(self._slices) else None
+            if memory.rooms:
+                chunks = self._over_hosts(part.exchanges, chunks, memory.rooms, tags)
+            target, ending = output, epilogue
+            if several:
+                target = output[part.bounds]
+                if wanted is not None:
+                    of_slices.append(Statistics(self.device))
+                    ending = Epilogue(epilogue.factor, epilogue.accumulate, of_slices[-1])
+            self._sum(chunks, target, ending, part.exchanges[-1].wire)
+            chunks = chunks if following is None else following
+        if wanted is not None and several:
+            wanted.squared_norm.copy_(torch.stack([each.squared_norm for each in of_slices]).sum())
+            wanted.nonfinite.copy_(torch.stack([each.nonfinite for each in of_slices]).any())
 
     def _over_hosts(
         self,
         exchanges: Sequence[_Exchange],
         chunks: Chunks,
-        rooms: Sequence[torch.Tensor | None],
+        rooms: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
         tags: Iterator[int | None],
     ) -> Chunks:
-        """Sum what each exchange but the last brings, and send it on; the last one's chunks."""
-        for (done, exchange), sums, room in zip(
-            pairwise(exchanges), rooms[::2], rooms[1::2], strict=True
-        ):
-            assert sums is not None  # noqa: S101 - see `_rooms`
-            held = sums[: done.numel]
-            self._sum(chunks, held, Epilogue(), done.wire)
-            sent = exchange.wire.encoded(held, self._piece)
+        """Sum what each exchange but the last brings, and send it on; the last one's chunks.
+
+        See Note [The tree is also a tree over hosts].
+        """
+        for (done, exchange), (sums, room) in zip(pairwise(exchanges), rooms, strict=True):
+            whole = sums[: done.numel]  # a last slice is narrower than its memory
+            self._sum(chunks, whole, Epilogue(), done.wire)
+            sent = exchange.wire.encoded(whole, self._piece)
             chunks = exchange.route.collect(sent, room, next(tags))
         return chunks
-
-    def _post_slice(self, source: torch.Tensor, messages: torch.Tensor, at: int) -> Chunks:
-        """Pack one slice of all pieces into a message, and send it. See Note [Sums in slices]."""
-        bounds, (first, *later) = self._slices[at].bounds, self._slices[at].exchanges
-        width, hosts = bounds.stop - bounds.start, later[0].size if later else 1
-        sent, received = (messages[(turn - at) % len(messages)] for turn in (0, 1))
-        sent = sent[: self.size * width]
-        # A rank of this host gets the slices of all ranks at its place of their hosts.
-        runs = source.view(hosts, -1, self._piece)[..., bounds].transpose(0, 1)
-        sent.view(runs.shape).copy_(runs)
-        return first.route.collect(sent, received)
-
-    def _complete_slices(
-        self,
-        post: Callable[[int], Chunks],
-        chunks: Chunks,
-        rooms: Sequence[torch.Tensor | None],
-        output: torch.Tensor,
-        epilogue: Epilogue,
-    ) -> None:
-        """Sum each slice while the next one flies."""
-        wanted, found = epilogue.statistics, []
-        for at, one in enumerate(self._slices):
-            following = post(at + 1) if at + 1 < len(self._slices) else None
-            chunks = self._over_hosts(one.exchanges, chunks, rooms, repeat(None))
-            kept = None if wanted is None else Statistics(self.device)
-            found += [] if kept is None else [kept]
-            ending = Epilogue(epilogue.factor, epilogue.accumulate, kept)
-            self._sum(chunks, output[one.bounds], ending, one.exchanges[-1].wire)
-            chunks = chunks if following is None else following
-        if wanted is not None:
-            wanted.squared_norm.copy_(torch.stack([each.squared_norm for each in found]).sum())
-            wanted.nonfinite.copy_(torch.stack([each.nonfinite for each in found]).any())
 
     def _sum(self, chunks: Chunks, output: torch.Tensor, epilogue: Epilogue, wire: Wire) -> None:
         """Wait for all chunks and sum them; afterwards all ranks may reuse what they sent."""
@@ -588,112 +609,3 @@ class OrderedReduction(Reduction):
         """Compare this call over the ranks; collective. ValueError on every rank, if any differ."""
         (_, output), (dtype, input) = self._kinds
         require_agreement(self.op, self.group, self.device, wire=dtype, output=output, input=input)
-
-
-def reduce_scatter_fp32(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    group: ProcessGroup | None,
-    *,
-    op: SumOp = "sum",
-    scale: float | None = None,
-    accumulate: bool = False,
-    async_op: bool = False,
-    scratch: torch.Tensor | None = None,
-    statistics: bool = True,
-    check: bool = False,
-    codec: GradientCodec | None = None,
-) -> ReduceHandle:
-    """Sum `input` over the ranks of `group` in fp32 and keep this rank's piece.
-
-    Args:
-        output: flat [n]; float32 or `input`'s dtype. Rank r gets elements r*n .. (r+1)*n of the
-            sum. It may be exactly this rank's own piece of `input` (in place), unless
-            `accumulate` is set.
-        input: flat [N*n] for N ranks; float32, bfloat16, float16 or float64: the wire dtype.
-            It must not change until the handle's `wait`.
-        group: the ranks, or None for a group of one.
-        op: "sum", or "avg" to multiply the sum by 1/N.
-        scale: a further factor; both are applied as one factor, rounded once to the dtype of the
-            sum, to the sum and never to the input.
-        accumulate: add to `output` (in the dtype of the sum) instead of overwriting it.
-        async_op: return at once; the sum runs beside the caller, not in `wait`.
-        scratch: flat, of the wire dtype, for what other ranks send: at least (N-1)*n elements, and
-            N*n where a backend other than gloo fills it; Lamina's own if None.
-        statistics: False leaves out squared norm and non-finite flag, which cost a little time.
-        check: compare this call over the ranks first (for debugging; on all ranks or on none).
-        codec: how `input` becomes what travels, the same on all ranks; None sends it as it is.
-
-    Returns:
-        A handle with `wait()`, `squared_norm` and `nonfinite` of the stored output.
-
-    Raises:
-        ValueError: sizes, dtypes, devices, strides or shared memory that don't fit.
-
-    Examples:
-        >>> gradients, shard = torch.ones(4, dtype=torch.bfloat16), torch.empty(4)
-        >>> reduce_scatter_fp32(shard, gradients, None, op="avg").squared_norm.item()
-        4.0
-    """
-    reduction = OrderedReduction(output, input, group, scatter=True, op=op, codec=codec)
-    if check:
-        reduction.agree()
-    return reduction.start(
-        output,
-        input,
-        scale=scale,
-        accumulate=accumulate,
-        scratch=scratch,
-        statistics=statistics,
-        async_op=async_op,
-    )
-
-
-def all_reduce_fp32(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    group: ProcessGroup | None,
-    *,
-    op: SumOp = "sum",
-    scale: float | None = None,
-    accumulate: bool = False,
-    async_op: bool = False,
-    statistics: bool = True,
-    check: bool = False,
-    codec: GradientCodec | None = None,
-) -> ReduceHandle:
-    """Sum `input` over the ranks of `group` in fp32; every rank gets the whole sum.
-
-    A reduce-scatter and a gather, so the bits are those of `reduce_scatter_fp32`. Any
-    number of elements: the last ranks' pieces may be shorter, or empty.
-
-    Args:
-        output: flat [n]; float32 or `input`'s dtype; it may be `input` itself, unless
-            `accumulate` is set.
-        input: flat [n] in the wire dtype.
-        group: the ranks, or None for a group of one.
-        op: as in `reduce_scatter_fp32`.
-        scale: as in `reduce_scatter_fp32`.
-        accumulate: add the sum to what this rank's `output` holds.
-        async_op: return at once.
-        statistics: as in `reduce_scatter_fp32`.
-        check: as in `reduce_scatter_fp32`.
-        codec: as in `reduce_scatter_fp32`. The sums are gathered as they are.
-
-    Returns:
-        A handle; its statistics are of this rank's piece of the output, so that their sum over
-        the ranks is that of the whole.
-
-    Raises:
-        ValueError: sizes, dtypes, devices, strides or shared memory that don't fit.
-
-    Examples:
-        >>> norms = torch.ones(4)
-        >>> all_reduce_fp32(norms, norms, None).wait()
-    """
-    reduction = OrderedReduction(output, input, group, scatter=False, op=op, codec=codec)
-    if check:
-        reduction.agree()
-    return reduction.start(
-        output, input, scale=scale, accumulate=accumulate, statistics=statistics, async_op=async_op
-    )

@@ -78,8 +78,8 @@ class Job:
     collective that it is a part of, unless it failed.
     """
 
-    def __init__(self, run: Callable[[], None], call: LoggedCall | None = None) -> None:
-        self._work: Callable[[], None] | None = run
+    def __init__(self, run: Callable[[], object], call: LoggedCall | None = None) -> None:
+        self._work: Callable[[], object] | None = run
         self._call = call
         self._inference = torch.is_inference_mode_enabled()
         self._done = threading.Event()
@@ -112,11 +112,11 @@ class Job:
         return done
 
 
-_idle: list[SimpleQueue[Callable[[], None]]] = []
+_idle: list[SimpleQueue[Callable[[], object]]] = []
 os.register_at_fork(after_in_child=_idle.clear)  # a child has none of these threads
 
 
-def _run_on_a_thread(work: Callable[[], None]) -> None:
+def _run_on_a_thread(work: Callable[[], object]) -> None:
     """Run work, which must not raise, on an idle thread; see Note [Threads are used again]."""
     try:
         works = _idle.pop()
@@ -126,7 +126,7 @@ def _run_on_a_thread(work: Callable[[], None]) -> None:
     works.put(work)
 
 
-def _run_all(works: SimpleQueue[Callable[[], None]]) -> None:
+def _run_all(works: SimpleQueue[Callable[[], object]]) -> None:
     while True:
         works.get()()
         _idle.append(works)
@@ -142,7 +142,7 @@ class Worker:
         self._jobs: deque[Job] = deque()
         self._running = False
 
-    def submit(self, run: Callable[[], None], call: LoggedCall | None = None) -> Job:
+    def submit(self, run: Callable[[], object], call: LoggedCall | None = None) -> Job:
         """Run work, of a collective, after all that was submitted before it."""
         job = Job(run, call)
         with self._lock:

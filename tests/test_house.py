@@ -22,7 +22,7 @@ from source_trees import LAYERS, ROOT, lamina_imports, public_face, source_of, s
 # The floors of each layer from the ground up: its folders, and the files beside them. A floor
 # imports only from those before it. mesh is one flat folder; the circle rule is enough for it.
 FLOORS = {
-    "buffers": "compat layout placement resolve_axes tensors flat_buffer pool",
+    "buffers": "compat storage_access layout placement resolve_axes tensors flat_buffer pool",
     "collectives": "compat transport call reduction move autograd_regions",
     "ddp": """
         compat parameters gradients group inspect backward execution finalize monitor norm optimizer

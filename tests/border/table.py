@@ -34,6 +34,10 @@ and parameters after several steps. Made by `python tests/border/page.py`; don't
 A cell says what holds in fp32 and bf16; "a / b" is fp32 / bf16 where they differ. What is different
 or crashes is listed with its reason in `tests/border/known.py`. Wrong uses have no right answer:
 there *refused* is the only good one.
+
+Reads of released weights are refused through functions that torch has from 2.14 on (in builds with
+CUDA from 2.13 on). On an older torch nothing official keeps such a read from ending the process:
+there Lamina sets torch's flag where it lies in the storage (decision 0414).
 """
 
 

@@ -359,7 +359,7 @@ def frozen_subclass_parameter(case: Case):
 
 
 RELEASED = "released|Storage that is invalid"
-"""What is said of released weights: a build of torch without CUDA can't name what a view is of."""
+"""What is said of released weights: before torch 2.14 a CPU build can't name what a view is of."""
 
 
 @use(A, columns=(*UNITS, "1", "2"), says=("blocks.0.up.weight", "released", "unsharded"))

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamina.buffers import StaleStorageError
-from lamina.buffers.compat import refusals_of
 from lamina.buffers.pool.pool import MemoryBlocks
+from lamina.buffers.storage_access import access_switch
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard
 from lamina.fsdp.api import build as api
@@ -187,8 +187,8 @@ def addresses(model):
     found = []
     for unit in model.sharding_engine.units:
         for weights in unit.gathered:
-            for refusal in refusals_of(weights.full.untyped_storage(), "released"):
-                refusal.value = False  # an empty slot refuses to say where it is
+            # An empty slot refuses to say where it is.
+            access_switch(weights.full.untyped_storage(), "released")(False)
             found.append(weights.full.data_ptr())
     return found
 

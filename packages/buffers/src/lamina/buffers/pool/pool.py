@@ -18,16 +18,15 @@ See docs/decisions/0207-gathers-write-through-another-tensor.md.
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from ctypes import c_bool
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 
-from lamina.buffers.compat import refusals_of
 from lamina.buffers.layout.layout import BufferLayout
 from lamina.buffers.pool.slots import Slots
+from lamina.buffers.storage_access import access_switch
 
 __all__ = ["MemoryBlocks", "SavedTensorGuard", "StaleStorageError", "StoragePool"]
 
@@ -43,14 +42,14 @@ class StaleStorageError(RuntimeError):
 class MemoryBlock:
     """A piece of memory: one key's own, or a slot (`fixed`) that several keys share.
 
-    The keys' tensors view its storage, of `nbytes` bytes, or of none while released. While its
-    `refusals` are True, whoever reads or writes the bytes gets an error. Its owner is live there.
+    The keys' tensors view its storage, of `nbytes` bytes, or of none while released. After
+    `refuse(True)` whoever reads or writes the bytes gets an error. Its owner is live there.
     """
 
     storage: torch.UntypedStorage
     nbytes: int
     fixed: bool
-    refusals: tuple[c_bool, ...]
+    refuse: Callable[[bool], object]
     owner: Hashable | None = None
 
 
@@ -74,15 +73,14 @@ class MemoryBlocks:
         """
         made = torch.empty(nbytes if fixed else 0, dtype=torch.uint8, device=self.device)
         storage = made.untyped_storage()
-        block = MemoryBlock(storage, nbytes, fixed, refusals_of(storage, released))
+        block = MemoryBlock(storage, nbytes, fixed, access_switch(storage, released))
         self._by_storage[block.storage._cdata] = block
         self.release(block)
         return block
 
     def grow(self, block: MemoryBlock) -> None:
         """Give a block its bytes. What they hold is undefined (0xFF under poison)."""
-        for refusal in block.refusals:
-            refusal.value = False
+        block.refuse(False)
         if block.storage.nbytes() != block.nbytes:
             block.storage.resize_(block.nbytes)
             if self.poison:
@@ -96,14 +94,13 @@ class MemoryBlocks:
             return
         if not block.fixed:
             block.storage.resize_(0)
-        for refusal in block.refusals:
-            refusal.value = True
+        block.refuse(True)
 
     def empty(self, block: MemoryBlock) -> None:
         """Give back the bytes, under poison too."""
-        _switch(block, False)
+        block.refuse(False)
         block.storage.resize_(0)
-        _switch(block, True)
+        block.refuse(True)
 
     def discard(self, block: MemoryBlock) -> None:
         """Give back the bytes and forget the block."""
@@ -116,11 +113,11 @@ class MemoryBlocks:
         with torch.inference_mode(False), torch.no_grad():
             made = torch.empty(0, dtype=dtype, device=self.device)
             held = block.storage.nbytes()
-            _switch(block, False)
+            block.refuse(False)
             made.set_(block.storage, 0, (numel,), (1,))
             if block.storage.nbytes() != held:
                 block.storage.resize_(held)  # set_ gives a storage that is too small its bytes
-            _switch(block, block.owner is None and not self.poison)
+            block.refuse(block.owner is None and not self.poison)
         return made
 
     def find(self, tensor: torch.Tensor) -> MemoryBlock | None:
@@ -130,11 +127,6 @@ class MemoryBlocks:
     def _fill(self, block: MemoryBlock) -> None:
         if block.storage.nbytes():
             self.view(block, block.nbytes, torch.uint8).fill_(0xFF)
-
-
-def _switch(block: MemoryBlock, refuse: bool) -> None:
-    for refusal in block.refusals:
-        refusal.value = refuse
 
 
 @dataclass(eq=False)
@@ -233,7 +225,8 @@ class StoragePool:
             numel: elements of its tensor.
             dtype: of its tensor.
             released: message of the RuntimeError for whoever reads the memory, through whatever
-                tensor, while no key lives there. A build of torch without CUDA cannot say it.
+                tensor, while no key lives there. Before torch 2.14 a build without CUDA cannot
+                say it.
 
         Raises:
             ValueError: the key is None or registered already, or `numel` is negative.

@@ -158,8 +158,8 @@ class _Released(nn.Parameter):
     """The class of a parameter while its whole is released: it names itself when it is read.
 
     The storage refuses reads through any tensor (Note [Storage that refuses access] in
-    `lamina.buffers.compat`), but in a build of torch without CUDA its error has no name, and a slot
-    that holds another unit's weights by now is readable.
+    `lamina.buffers.storage_access`), but before torch 2.14 its error has no name in a build without
+    CUDA, and a slot that holds another unit's weights by now is readable.
     """
 
     names: ClassVar[dict[int, str]]

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lamina.buffers import ShardedTensor
 from lamina.buffers import compat as of_buffers
-from lamina.buffers.storage_access import access_switch
+from lamina.buffers.storage_access import access_of
 from lamina.checkpoint import compat as of_checkpoint
 from lamina.collectives import compat as of_collectives
 from lamina.ddp import compat as of_ddp
@@ -123,18 +123,18 @@ def tracing_is_known():
     assert (seen, of_buffers.is_traced()) == ([True], False)
 
 
-def a_storage_refuses_access_once_it_is_switched_off():
+def a_storage_refuses_access_until_it_is_allowed():
     kept = torch.arange(4.0)
     view = kept.view(2, 2)[1]
-    switch = access_switch(kept.untyped_storage(), "released")
+    access = access_of(kept.untyped_storage(), "released")
     # torch names the reason where Python can set the flag, and says "invalid" where it can't.
     why = "invalid" if of_buffers.allow_access is None else "released"
-    switch(True)
-    for access in (kept.sum, view.clone, view.tolist, kept.zero_, kept.data_ptr):
+    access.refuse()
+    for use in (kept.sum, view.clone, view.tolist, kept.zero_, kept.data_ptr):
         with pytest.raises(RuntimeError, match=why):
-            access()
+            use()
     assert kept.untyped_storage().nbytes() == 16
-    switch(False)
+    access.allow()
     assert view.tolist() == [2.0, 3.0]
     view.zero_()
 
@@ -356,7 +356,7 @@ CHECKS = {
         "make_wrapper_subclass OpOverload disabled_torch_function_impl"
     ),
     optimizers_can_be_told_of_a_class: "foreach_types",
-    a_storage_refuses_access_once_it_is_switched_off: "refuse_writes",
+    a_storage_refuses_access_until_it_is_allowed: "refuse_writes",
     access_is_refused_by_functions_of_torch_where_it_has_them: "refuse_access allow_access",
     a_strided_shard_knows_its_split: "strided_shard",
     tracing_is_known: "is_traced",

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamina.buffers import StaleStorageError
-from lamina.buffers.pool.pool import MemoryBlocks
-from lamina.buffers.storage_access import access_switch
+from lamina.buffers.pool.pool import MemoryBlock
+from lamina.buffers.storage_access import access_of
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard
 from lamina.fsdp.api import build as api
@@ -188,7 +188,7 @@ def addresses(model):
     for unit in model.sharding_engine.units:
         for weights in unit.gathered:
             # An empty slot refuses to say where it is.
-            access_switch(weights.full.untyped_storage(), "released")(False)
+            access_of(weights.full.untyped_storage(), "released").allow()
             found.append(weights.full.data_ptr())
     return found
 
@@ -262,14 +262,14 @@ def test_slots_are_allocated_in_one_block_of_registered_memory(ranks):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unit_slots, "registration_refusal", lambda *_, **__: None)
         patch.setattr(unit_slots, "register_pool", register)
-        make = MemoryBlocks.make
+        make = MemoryBlock.__init__
 
-        def noting(self, nbytes, released, *, fixed):
+        def noting(self, *args, fixed, poison):
             inside = bool(made) and made[-1].log == ["open"]
             allocated.append((fixed, inside))
-            return make(self, nbytes, released, fixed=fixed)
+            make(self, *args, fixed=fixed, poison=poison)
 
-        patch.setattr(MemoryBlocks, "make", noting)
+        patch.setattr(MemoryBlock, "__init__", noting)
         with pytest.raises(ValueError, match="fsdp_double_buffer"):
             fully_shard(build(OddNet), nccl_ub=True)
         model = build(OddNet)

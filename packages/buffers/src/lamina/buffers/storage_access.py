@@ -20,76 +20,72 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 
 from lamina.buffers.compat import allow_access, refuse_access, refuse_writes
 
-__all__ = ["access_switch"]
+__all__ = ["Access", "access_of"]
 
 
-def access_switch(storage: torch.UntypedStorage, why: str) -> Callable[[bool], object]:
-    """Return a function: called with True, any access to the memory is a RuntimeError.
+class Access(NamedTuple):
+    """Makes a storage refuse access, and allow it again.
 
-    Called with False, all is as before. Sizes, shapes and dtypes can be asked for at any time. The
-    function refers to the storage's object, and must not be called once it is gone.
+    After `refuse()` any access to the memory is a RuntimeError. Sizes, shapes and dtypes can be
+    asked for at any time. Neither may be called once the storage's object is gone.
+    """
 
-    Args:
-        storage: whose memory.
-        why: the error's message; torch 2.13 and earlier without CUDA have one of their own.
+    refuse: Callable[[], object]
+    allow: Callable[[], object]
 
-    While torch's CUDA sanitizer runs, nothing is refused: it asks every tensor that an operator
-    names for its address, also where the operator makes a view and reads nothing.
+
+def access_of(storage: torch.UntypedStorage, why: str) -> Access:
+    """The switch of a storage that allows access; `why` is the message of errors that it makes.
+
+    torch 2.13 and earlier without CUDA have a message of their own. While torch's CUDA sanitizer
+    runs, nothing is refused: it asks every tensor that an operator names for its address, also
+    where the operator makes a view and reads nothing.
     """
     sanitizer = getattr(sys.modules.get("torch.cuda._sanitizer"), "cuda_sanitizer", None)
     if sanitizer is not None and sanitizer.enabled:
-        return bool
+        return Access(bool, bool)
     place = storage._cdata
     if refuse_access is not None and allow_access is not None:
-        refuse, allow = refuse_access, allow_access
-        return lambda refused: refuse(place, why) if refused else allow(place)
-    flags = [ctypes.c_bool.from_address(place + offset) for offset in _find_flags()]
-
-    def switch(refused: bool) -> None:
-        for flag in flags:
-            flag.value = refused
-
-    if flags and refuse_access is not None:  # builds of torch 2.11 and 2.12 with CUDA
+        return Access(partial(refuse_access, place, why), partial(allow_access, place))
+    if (flags := _find_flags()) is None:
+        return Access(bool, bool)
+    if refuse_access is not None:  # builds of torch 2.11 and 2.12 with CUDA: for the message
         refuse_access(place, why)
-        switch(False)
-    return switch
+        ctypes.memset(place + flags, 0, 3)
+    return Access(*(partial(ctypes.memset, place + flags, value, 3) for value in (1, 0)))
 
 
 # -- the flags where they lie, for torch before 2.14 without CUDA ---------------------------------
 
 
 @cache
-def _find_flags() -> tuple[int, ...]:
-    """Where in a StorageImpl the flags are that refuse access: offsets in bytes; () if unknown."""
+def _find_flags() -> int | None:
+    """Where in a StorageImpl three flags in a row are that refuse access: an offset in bytes.
+
+    The first says that there is anything to check at all, the second refuses writes, and the third
+    refuses reads as well. None where they are not found.
+    """
     probe, tried = torch.ones(2, device="cpu"), torch.ones(2, device="cpu")
     before = ctypes.string_at(probe.untyped_storage()._cdata, 96)
-    refuse_writes(probe)
+    refuse_writes(probe)  # sets the first two
     after = ctypes.string_at(probe.untyped_storage()._cdata, 96)
-    changed = [offset for offset in range(95) if before[offset] != after[offset]]
-    # Two flags went from 0 to 1: the one that says that there is anything to check at all, and the
-    # one that refuses writes. The one that refuses reads as well comes right after it.
-    if [before[offset] + after[offset] for offset in changed] != [1, 1]:
-        return ()
-    any_check, reads = changed[0], changed[1] + 1
-    if before[reads]:
-        return ()
-    flags = [
-        ctypes.c_bool.from_address(tried.untyped_storage()._cdata + offset)
-        for offset in (any_check, reads)
-    ]
-    for flag in flags:
-        flag.value = True
+    changed = [offset for offset in range(96) if before[offset] != after[offset]]
+    flags = changed[0] if changed else 0
+    if before[flags : flags + 3] != bytes(3) or after[flags : flags + 3] != bytes((1, 1, 0)):
+        return None
+    place = tried.untyped_storage()._cdata + flags
+    ctypes.memset(place, 1, 3)
     try:
         tried.sum()
     except RuntimeError:
-        return any_check, reads
+        return flags
     finally:
-        for flag in flags:
-            flag.value = False
-    return ()
+        ctypes.memset(place, 0, 3)
+    return None

@@ -18,7 +18,7 @@ See docs/decisions/0207-gathers-write-through-another-tensor.md.
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -26,9 +26,9 @@ import torch
 
 from lamina.buffers.layout.layout import BufferLayout
 from lamina.buffers.pool.slots import Slots
-from lamina.buffers.storage_access import access_switch
+from lamina.buffers.storage_access import access_of
 
-__all__ = ["MemoryBlocks", "SavedTensorGuard", "StaleStorageError", "StoragePool"]
+__all__ = ["MemoryBlock", "SavedTensorGuard", "StaleStorageError", "StoragePool"]
 
 Key: TypeAlias = Hashable
 Mode: TypeAlias = Literal["resize", "slots"]
@@ -38,95 +38,67 @@ class StaleStorageError(RuntimeError):
     """A view of pooled storage is used while its memory does not hold its key's content."""
 
 
-@dataclass(eq=False)
 class MemoryBlock:
     """A piece of memory: one key's own, or a slot (`fixed`) that several keys share.
 
-    The keys' tensors view its storage, of `nbytes` bytes, or of none while released. After
-    `refuse(True)` whoever reads or writes the bytes gets an error. Its owner is live there.
+    The keys' tensors view its `storage`, of `nbytes` bytes, or of none while an own block is
+    released. A block in which nobody lives (`owner`) refuses access. Whoever reads it through a
+    tensor that was kept gets the error `released`, and not a crash or what another key has left
+    there. With `poison`, released bytes become 0xFF and are kept, instead of being given back or
+    refused.
     """
 
-    storage: torch.UntypedStorage
-    nbytes: int
-    fixed: bool
-    refuse: Callable[[bool], object]
-    owner: Hashable | None = None
+    def __init__(
+        self, device: torch.device, nbytes: int, released: str, *, fixed: bool, poison: bool
+    ) -> None:
+        made = torch.empty(nbytes if fixed else 0, dtype=torch.uint8, device=device)
+        self.storage = made.untyped_storage()
+        self.nbytes, self.fixed, self.poison = nbytes, fixed, poison
+        self.owner: Key | None = None
+        self.access = access_of(self.storage, released)
+        self.release()
 
-
-class MemoryBlocks:
-    """Makes blocks on one device, fills and empties them, and finds the block of a tensor.
-
-    A block in which nobody lives refuses access. Whoever reads it through a tensor that was kept
-    gets an error, and not a crash or what another key has left there. With `poison`, released bytes
-    become 0xFF and are kept, instead of being given back or refused.
-    """
-
-    def __init__(self, device: torch.device, poison: bool) -> None:
-        self.device = device
-        self.poison = poison
-        self._by_storage: dict[int, MemoryBlock] = {}
-
-    def make(self, nbytes: int, released: str, *, fixed: bool) -> MemoryBlock:
-        """A new block: a slot with its bytes, or a key's own without any.
-
-        `released` is the error's message for whoever reads it while nobody lives there.
-        """
-        made = torch.empty(nbytes if fixed else 0, dtype=torch.uint8, device=self.device)
-        storage = made.untyped_storage()
-        block = MemoryBlock(storage, nbytes, fixed, access_switch(storage, released))
-        self._by_storage[block.storage._cdata] = block
-        self.release(block)
-        return block
-
-    def grow(self, block: MemoryBlock) -> None:
-        """Give a block its bytes. What they hold is undefined (0xFF under poison)."""
-        block.refuse(False)
-        if block.storage.nbytes() != block.nbytes:
-            block.storage.resize_(block.nbytes)
+    def grow(self) -> None:
+        """Take the bytes. What they hold is undefined (0xFF under poison)."""
+        self.access.allow()
+        if self.storage.nbytes() != self.nbytes:
+            self.storage.resize_(self.nbytes)
             if self.poison:
-                self._fill(block)
+                self._fill()
 
-    def release(self, block: MemoryBlock) -> None:
+    def release(self) -> None:
         """Nobody lives here any longer: give an own block's bytes back, keep a slot's."""
-        block.owner = None
+        self.owner = None
         if self.poison:
-            self._fill(block)
+            self._fill()
             return
-        if not block.fixed:
-            block.storage.resize_(0)
-        block.refuse(True)
+        if not self.fixed:
+            self.storage.resize_(0)
+        self.access.refuse()
 
-    def empty(self, block: MemoryBlock) -> None:
+    def empty(self) -> None:
         """Give back the bytes, under poison too."""
-        block.refuse(False)
-        block.storage.resize_(0)
-        block.refuse(True)
+        self.access.allow()  # torch would refuse to resize it, too
+        self.storage.resize_(0)
+        self.access.refuse()
 
-    def discard(self, block: MemoryBlock) -> None:
-        """Give back the bytes and forget the block."""
-        self.empty(block)
-        del self._by_storage[block.storage._cdata]
-
-    def view(self, block: MemoryBlock, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor over a block, with a version counter of its own."""
+    def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor over the block, with a version counter of its own."""
         # Autograd could never save an inference tensor for backward.
         with torch.inference_mode(False), torch.no_grad():
-            made = torch.empty(0, dtype=dtype, device=self.device)
-            held = block.storage.nbytes()
-            block.refuse(False)
-            made.set_(block.storage, 0, (numel,), (1,))
-            if block.storage.nbytes() != held:
-                block.storage.resize_(held)  # set_ gives a storage that is too small its bytes
-            block.refuse(block.owner is None and not self.poison)
+            made = torch.empty(0, dtype=dtype, device=self.storage.device)
+            nbytes = self.storage.nbytes()
+            self.access.allow()
+            made.set_(self.storage, 0, (numel,), (1,))
+            if self.storage.nbytes() != nbytes:
+                self.storage.resize_(nbytes)  # set_ gives a storage that is too small its bytes
+            if self.owner is None and not self.poison:
+                self.access.refuse()
         return made
 
-    def find(self, tensor: torch.Tensor) -> MemoryBlock | None:
-        """The block that a tensor views, or None."""
-        return self._by_storage.get(tensor.untyped_storage()._cdata)
-
-    def _fill(self, block: MemoryBlock) -> None:
-        if block.storage.nbytes():
-            self.view(block, block.nbytes, torch.uint8).fill_(0xFF)
+    def _fill(self) -> None:
+        if self.storage.nbytes():
+            self.view(self.nbytes, torch.uint8).fill_(0xFF)
 
 
 @dataclass(eq=False)
@@ -136,12 +108,12 @@ class _Entry:
     key: Key
     numel: int
     dtype: torch.dtype
-    block: MemoryBlock
-    tensor: torch.Tensor
-    destination: torch.Tensor
     released: str
     generation: int = 0
-    epoch: int = 0
+    epoch: int = -1
+    block: MemoryBlock = field(init=False)
+    tensor: torch.Tensor = field(init=False)
+    destination: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.nbytes = self.numel * self.dtype.itemsize
@@ -150,6 +122,12 @@ class _Entry:
     def is_live(self) -> bool:
         """Whether the key lives in its block: the block alone knows who does."""
         return self.block.owner == self.key
+
+    def move(self, block: MemoryBlock) -> None:
+        """Give the key a block. Its tensors are new, and views of those before are lost."""
+        self.block = block
+        self.tensor, self.destination = (block.view(self.numel, self.dtype) for _ in range(2))
+        self.epoch += 1
 
 
 class _Entries(dict[Key, _Entry]):
@@ -206,12 +184,12 @@ class StoragePool:
         self.device = torch.device(device)
         self.mode: Mode = mode
         self.bytes_resident = self.bytes_peak = 0
-        self._blocks = MemoryBlocks(self.device, poison)
+        self._poison = poison
         self._entries = _Entries()
         self._slots: Slots[MemoryBlock] | None = None
         if mode == "slots":
-            make = partial(self._blocks.make, fixed=True)
-            self._slots = Slots(make, self._blocks.discard, slot_context or nullcontext)
+            make = partial(self._block, fixed=True)
+            self._slots = Slots(make, MemoryBlock.empty, slot_context or nullcontext)
 
     # -- keys -----------------------------------------------------------------------------------
 
@@ -237,10 +215,9 @@ class StoragePool:
                 "once (unregister first), and have 0 or more elements"
             )
         released = released or f"the memory of {key!r} is released: acquire the key to read it"
-        block = self._blocks.make(numel * dtype.itemsize, released, fixed=False)
-        tensor, destination = (self._blocks.view(block, numel, dtype) for _ in range(2))
-        self._entries[key] = _Entry(key, numel, dtype, block, tensor, destination, released)
-        return tensor
+        entry = self._entries[key] = _Entry(key, numel, dtype, released)
+        entry.move(self._block(entry.nbytes, released))
+        return entry.tensor
 
     def unregister(self, key: Key) -> None:
         """Forget a key and free its memory. Views of it must not be read again."""
@@ -249,7 +226,7 @@ class StoragePool:
         if self._slots is not None:
             self._slots.forget(key)
         if not entry.block.fixed:
-            self._blocks.discard(entry.block)
+            entry.block.empty()
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
@@ -280,15 +257,18 @@ class StoragePool:
         Raises:
             StaleStorageError: the memory is the pool's and nobody lives in it.
         """
-        block = self._blocks.find(tensor)
-        if block is None:
+        place = tensor.untyped_storage()._cdata
+        entries = self._entries.values()
+        keys = [entry.key for entry in entries if entry.block.storage._cdata == place]
+        if not keys:
             return None
-        if block.owner is None:
+        owner = self._entries[keys[0]].block.owner
+        if owner is None:
             raise StaleStorageError(
-                f"a view of released storage of {self._keys_of(block)} is used: acquire the key "
-                "and gather into it first"
+                f"a view of released storage of {keys} is used: acquire the key and gather into it "
+                "first"
             )
-        return block.owner
+        return owner
 
     def check(self, key: Key) -> None:
         """Raise StaleStorageError unless the key is live."""
@@ -326,12 +306,12 @@ class StoragePool:
         """
         entry = self._entries[key]
         block, released = entry.block, not entry.block.storage.nbytes()
-        self._blocks.grow(block)
+        block.grow()
         try:
             yield entry.tensor
         finally:
             if block.owner is None:
-                (self._blocks.empty if released else self._blocks.release)(block)
+                (block.empty if released else block.release)()
 
     def views(self, key: Key, layout: BufferLayout) -> dict[str, torch.Tensor]:
         """Every tensor of `layout` with its shape, as views of the key's flat tensor.
@@ -377,7 +357,7 @@ class StoragePool:
                 self._slots.observe(key, self.live_keys())
                 if block.owner is not None:
                     block = self._fall_back(entry, epoch)
-            self._blocks.grow(block)
+            block.grow()
             block.owner = key
             entry.generation += 1
             if not block.fixed:
@@ -390,7 +370,7 @@ class StoragePool:
         entry = self._entries[key]
         block = entry.block
         if block.owner == key:
-            self._blocks.release(block)
+            block.release()
             if not block.fixed:
                 self.bytes_resident -= entry.nbytes
 
@@ -420,23 +400,17 @@ class StoragePool:
                 f"{entry.block.owner!r} is live there: the order of use differs from the planned "
                 "one. Call plan_slots() again between steps, or use mode='resize'"
             )
-        self._move(entry, self._own_block(entry))
+        self._move(entry, None)
         return entry.block
 
-    def _own_block(self, entry: _Entry) -> MemoryBlock:
-        return self._blocks.make(entry.nbytes, entry.released, fixed=False)
+    def _block(self, nbytes: int, released: str, *, fixed: bool = False) -> MemoryBlock:
+        return MemoryBlock(self.device, nbytes, released, fixed=fixed, poison=self._poison)
 
-    def _move(self, entry: _Entry, block: MemoryBlock) -> None:
-        """Give a key that is not live another block."""
+    def _move(self, entry: _Entry, slot: MemoryBlock | None) -> None:
+        """Give a key that is not live another block: a slot, or a new one of its own."""
         if not entry.block.fixed:
-            self._blocks.discard(entry.block)
-        entry.block = block
-        entry.tensor = self._blocks.view(block, entry.numel, entry.dtype)
-        entry.destination = self._blocks.view(block, entry.numel, entry.dtype)
-        entry.epoch += 1
-
-    def _keys_of(self, block: MemoryBlock) -> list[Key]:
-        return [key for key, entry in self._entries.items() if entry.block is block]
+            entry.block.empty()
+        entry.move(slot or self._block(entry.nbytes, entry.released))
 
     # -- slots ----------------------------------------------------------------------------------
 
@@ -460,11 +434,11 @@ class StoragePool:
         """
         if (slots := self._slots) is None:
             raise ValueError("this pool's mode is 'resize': make it with mode='slots'")
-        held = [entry.key for entry in self._entries.values() if entry.is_live]
-        fixed = [key for key in held if self._entries[key].block.fixed]
+        live = self.live_keys()
+        fixed = [key for key in live if self._entries[key].block.fixed]
         if fixed:
             raise RuntimeError(f"plan_slots while {fixed} are live in slots: release them first")
-        sizes = {key: one.nbytes for key, one in self._entries.items() if key not in held}
+        sizes = {key: entry.nbytes for key, entry in self._entries.items() if key not in live}
         # Reads of a new slot while it is empty name the first of its keys.
         released = {key: entry.released for key, entry in self._entries.items()}
         self.bytes_resident -= slots.nbytes
@@ -473,7 +447,7 @@ class StoragePool:
         for key, entry in self._entries.items():
             slot = homes.get(key)
             if slot is not entry.block and (slot is not None or entry.block.fixed):
-                self._move(entry, slot or self._own_block(entry))
+                self._move(entry, slot)
                 moved.add(key)
         self.bytes_resident += slots.nbytes
         self.bytes_peak = max(self.bytes_peak, self.bytes_resident)
@@ -486,7 +460,7 @@ class StoragePool:
             f"{self.bytes_peak}"
         ]
         for at, block in enumerate(self._slots.blocks if self._slots else ()):
-            keys = self._keys_of(block)
+            keys = [key for key, entry in self._entries.items() if entry.block is block]
             lines.append(f"  slot {at}: {block.nbytes} bytes, holds {block.owner!r}, for {keys}")
         for key, entry in self._entries.items():
             if not entry.block.fixed:

@@ -35,23 +35,20 @@ _CHUNK = 1 << 20
 def reduce_over_ranks(
     spec: SpanSpec, operation: str, value: torch.Tensor, op: ReduceOp
 ) -> torch.Tensor:
-    """Reduce a small tensor where the tensor is cut; `operation` is for the error without a way."""
-    return spec.reach(operation).all_reduce(value, op) if spec.is_cut else value
+    """Reduce a small tensor where the tensor is cut; `operation` is for the error without a way.
 
-
-def extremes_over_ranks(
-    spec: SpanSpec, operation: str, values: torch.Tensor, op: ReduceOp
-) -> torch.Tensor:
-    """`reduce_over_ranks` of a vector with "max" or "min", where NaN wins as it does in torch.
-
-    Backends differ in what max(1, NaN) is, so a flag travels beside each number.
+    A NaN wins over all other numbers, as it does in torch.
     """
-    if not values.is_floating_point():
-        return reduce_over_ranks(spec, operation, values, op)
-    is_nan, sign = values.isnan(), 1.0 if op == "max" else -1.0
-    flagged = torch.cat([values.masked_fill(is_nan, -sign * math.inf), sign * is_nan])
-    extremes, flags = reduce_over_ranks(spec, operation, flagged, op).chunk(2)
-    return torch.where(flags != 0, math.nan, extremes)
+    if not spec.is_cut:
+        return value
+    communicator = spec.reach(operation)
+    if op == "sum" or not value.is_floating_point():
+        return communicator.all_reduce(value, op)
+    # Backends differ in what max(1, NaN) is, so a flag travels beside each number.
+    flat, sign = value.reshape(-1), 1.0 if op == "max" else -1.0
+    flagged = torch.cat([flat.masked_fill(flat.isnan(), -sign * math.inf), sign * flat.isnan()])
+    extremes, flags = communicator.all_reduce(flagged, op).chunk(2)
+    return torch.where(flags != 0, math.nan, extremes).view(value.shape)
 
 
 def refuse_dims(func: OpOverload, tensor: SpanTensor, dim: Any, keep: bool) -> None:
@@ -72,12 +69,14 @@ def pieces(local: torch.Tensor) -> list[torch.Tensor]:
     return [local[start : start + length] for start in range(0, local.numel(), length)]
 
 
-def _partial_sum(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sum of a span in `dtype`, a 0-d tensor."""
-    total = torch.zeros((), dtype=dtype, device=local.device)
-    for piece in pieces(local):
-        total += piece.sum(dtype=dtype)
-    return total
+def _total(
+    operation: str, of: Callable[..., Any], wide: torch.dtype, *tensors: SpanTensor
+) -> torch.Tensor:
+    """The sum of `of(elements)` over the whole of tensors that are cut alike: `wide`, 0-d."""
+    total = torch.zeros((), dtype=wide, device=tensors[0].device)
+    for runs in zip(*(pieces(tensor._local) for tensor in tensors), strict=True):
+        total += of(*runs)
+    return reduce_over_ranks(tensors[0]._spec, operation, total, "sum")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -99,9 +98,8 @@ def _sum(
 ) -> torch.Tensor:
     refuse_dims(func, tensor, dim, keepdim)
     dtype = dtype or (tensor.dtype if tensor.dtype.is_floating_point else torch.int64)
-    local = tensor._local.to(dtype) if dtype != tensor.dtype else tensor._local
-    total = _partial_sum(local, _wide(dtype))
-    return reduce_over_ranks(tensor._spec, "sum()", total, "sum").to(dtype)
+    wide = _wide(dtype)
+    return _total("sum()", lambda run: run.to(dtype).sum(dtype=wide), wide, tensor).to(dtype)
 
 
 @HANDLERS.handles(aten.mean.default)
@@ -111,9 +109,12 @@ def _mean(
     dtype = dtype or tensor.dtype
     if not dtype.is_floating_point:
         raise RuntimeError(f"mean() needs a floating dtype, got {dtype}: pass dtype=")
-    total = _partial_sum(tensor._local, torch.float64)
-    total = reduce_over_ranks(tensor._spec, "mean()", total, "sum")
-    return (total / tensor._spec.numel).to(dtype)
+    return (_double_sum("mean()", tensor) / tensor._spec.numel).to(dtype)
+
+
+def _double_sum(operation: str, tensor: SpanTensor) -> torch.Tensor:
+    double = torch.float64
+    return _total(operation, lambda run: run.sum(dtype=double), double, tensor)
 
 
 @HANDLERS.handles(aten.var.correction, aten.std.correction)
@@ -127,14 +128,12 @@ def _variance(
 ) -> torch.Tensor:
     """Two passes, as differences of large sums lose digits."""
     refuse_dims(func, tensor, dim, keepdim)
-    spec, local = tensor._spec, tensor._local
-    total = reduce_over_ranks(spec, str(func), _partial_sum(local, torch.float64), "sum")
-    mean = total / spec.numel
-    squares = torch.zeros((), dtype=torch.float64, device=local.device)
-    for piece in pieces(local):
-        squares += (piece.double() - mean).square().sum()
-    total = reduce_over_ranks(spec, str(func), squares, "sum")
-    variance = total / max(spec.numel - (1 if correction is None else correction), 0)
+    numel = tensor._spec.numel
+    mean = _double_sum(str(func), tensor) / numel
+    squares = _total(
+        str(func), lambda run: (run.double() - mean).square().sum(), torch.float64, tensor
+    )
+    variance = squares / max(numel - (1 if correction is None else correction), 0)
     result = variance.sqrt() if func is aten.std.correction else variance
     rounded: torch.Tensor = result.to(tensor.dtype)
     return rounded
@@ -146,24 +145,18 @@ def _dot(func: OpOverload, left: torch.Tensor, right: torch.Tensor) -> torch.Ten
         raise ValueError(f"{func}: both operands must be ShardedTensors")
     if not left._spec.matches(right._spec):
         raise ValueError(f"{func}: both operands must be cut alike")
-    total = torch.zeros((), dtype=_wide(left.dtype), device=left.device)
-    for a, b in zip(pieces(left._local), pieces(right._local), strict=True):
-        total += (a.to(total.dtype) * b.to(total.dtype)).sum()
-    return reduce_over_ranks(left._spec, "dot()", total, "sum").to(left.dtype)
+    wide = _wide(left.dtype)
+    product = _total("dot()", lambda a, b: (a.to(wide) * b.to(wide)).sum(), wide, left, right)
+    return product.to(left.dtype)
 
 
-@HANDLERS.handles(aten.count_nonzero.default)
+@HANDLERS.handles(aten.count_nonzero.default, aten.all.default, aten.any.default)
 def _count_nonzero(func: OpOverload, tensor: SpanTensor, dim: Any = None) -> torch.Tensor:
     refuse_dims(func, tensor, dim, False)
-    mine = torch.count_nonzero(tensor._local)
-    return reduce_over_ranks(tensor._spec, "count_nonzero()", mine, "sum")
-
-
-@HANDLERS.handles(aten.all.default, aten.any.default)
-def _truth(func: OpOverload, tensor: SpanTensor) -> torch.Tensor:
-    op: ReduceOp = "min" if func is aten.all.default else "max"
-    mine = func(tensor._local).to(torch.int64)
-    return reduce_over_ranks(tensor._spec, f"{func}", mine, op).to(torch.bool)
+    count = _total(str(func), torch.count_nonzero, torch.int64, tensor)
+    if func is aten.count_nonzero.default:
+        return count
+    return count == tensor._spec.numel if func is aten.all.default else count > 0
 
 
 @HANDLERS.handles(aten.equal.default)
@@ -176,8 +169,10 @@ def _equal(func: OpOverload, left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     if not left._spec.matches(right._spec):
         raise ValueError("torch.equal: operands are cut differently: compare .full_tensor()")
-    mine = torch.tensor(int(torch.equal(left._local, right._local)), device=left.device)
-    return bool(reduce_over_ranks(left._spec, "torch.equal", mine, "min").item())
+    unequal = _total(
+        "torch.equal", lambda a, b: int(not torch.equal(a, b)), torch.int64, left, right
+    )
+    return not unequal.item()
 
 
 @HANDLERS.handles(aten.allclose.default)
@@ -189,34 +184,28 @@ def _allclose(func: OpOverload, *args: Any, **kwargs: Any) -> bool:
 def _extreme(
     func: OpOverload, tensor: SpanTensor, dim: Any = (), keepdim: bool = False
 ) -> torch.Tensor:
+    """The largest or smallest element of the whole."""
     refuse_dims(func, tensor, dim, keepdim)
-    if not tensor._spec.numel:
+    spec, local, wide = tensor._spec, tensor._local, _wide(tensor.dtype)
+    if not spec.numel:
         raise RuntimeError(f"{func} of an empty tensor of shape {list(tensor.shape)}")
-    op: ReduceOp = "max" if func in (aten.max.default, aten.amax.default) else "min"
-    return _extremes(tensor._spec, str(func), tensor._local, op).to(tensor.dtype)
-
-
-def _extremes(spec: SpanSpec, name: str, local: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """The largest or smallest element of the whole; NaN wins, as in torch."""
-    wide = _wide(local.dtype)
-    if wide is torch.int64:
-        info = torch.iinfo(torch.int64)
-        bound: float | int = info.min if op == "max" else info.max
-    else:
-        bound = -math.inf if op == "max" else math.inf
-    mine = torch.full((1,), bound, dtype=wide, device=local.device)
+    largest = func in (aten.max.default, aten.amax.default)
     if local.numel():
-        mine[0] = (local.max() if op == "max" else local.min()).to(wide)
-    return extremes_over_ranks(spec, name, mine, op)[0]
+        mine = (local.max() if largest else local.min()).to(wide)
+    else:  # what any element of the other ranks beats
+        bounds = torch.iinfo(wide) if wide is torch.int64 else None
+        lowest, highest = (bounds.min, bounds.max) if bounds else (-math.inf, math.inf)
+        mine = torch.tensor(lowest if largest else highest, dtype=wide, device=local.device)
+    return reduce_over_ranks(spec, str(func), mine, "max" if largest else "min").to(tensor.dtype)
 
 
 @HANDLERS.handles(aten._local_scalar_dense.default)
 def _item(func: OpOverload, tensor: SpanTensor) -> Any:
     if tensor._spec.numel != 1:
         raise RuntimeError(f"a tensor of {tensor._spec.numel} elements is no Python scalar")
+    wide = _wide(tensor.dtype)
     # Exactly one rank holds the element, the others add nothing.
-    total = _partial_sum(tensor._local, _wide(tensor.dtype))
-    value = reduce_over_ranks(tensor._spec, "item()", total, "sum").item()
+    value = _total("item()", lambda run: run.sum(dtype=wide), wide, tensor).item()
     return bool(value) if tensor.dtype is torch.bool else value
 
 
@@ -294,11 +283,10 @@ def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> list[
                     f"{other.where()}) in one call: use lamina.ddp.clip_grad_norm, which counts "
                     "every parameter once on every mesh"
                 )
-        over_ranks = reduce_over_ranks if norm.op == "sum" else extremes_over_ranks
         # Picked in Python: an index tensor would be copied from pageable memory, and the host
         # would wait for the device.
-        summed = over_ranks(spec, operation, torch.stack([shares[i] for i in cut]), norm.op)
-        for index, share in zip(cut, summed.unbind(), strict=True):
+        whole = reduce_over_ranks(spec, operation, torch.stack([shares[i] for i in cut]), norm.op)
+        for index, share in zip(cut, whole.unbind(), strict=True):
             shares[index] = share
     return list(norm.root(torch.stack(shares)).unbind())
 

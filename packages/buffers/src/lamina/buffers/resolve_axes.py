@@ -2,31 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh import ParallelMesh
-from lamina.mesh.engine import mesh_axis
+from lamina.mesh.engine import MeshAxis, mesh_axis
 
 __all__ = ["Axis", "MeshLike", "PlainAxis", "resolve_axes"]
-
-
-@runtime_checkable
-class Axis(Protocol):
-    """One mesh axis as buffers see it; `lamina.mesh.engine.MeshAxis` is one."""
-
-    @property
-    def name(self) -> str:
-        """Name of the axis, for messages."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks along it."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's place along it."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +19,10 @@ class PlainAxis:
     name: str
     size: int
     rank: int
+    apart: tuple[str, ...] = ()
 
 
+Axis: TypeAlias = MeshAxis | PlainAxis
 MeshLike: TypeAlias = ParallelMesh | DeviceMesh | Axis | Sequence[Axis]
 
 

@@ -128,9 +128,12 @@ class AxisSizes:
             raise LayoutError(
                 f"rank {rank} is outside this layout's ranks 0..{self.world_size - 1}."
             )
-        dense = zip(DENSE_AXES, _unravel(rank, self.dense_shape), strict=True)
-        expert = zip(EXPERT_AXES, _unravel(rank, self.expert_shape), strict=True)
-        return {**dict(dense), **dict(expert)}
+        place = dict.fromkeys([*DENSE_AXES, *EXPERT_AXES], 0)
+        for axes in (DENSE_AXES, EXPERT_AXES):
+            rest = rank
+            for name in reversed(axes):
+                rest, place[name] = divmod(rest, getattr(self, name))
+        return place
 
     def ranks_through(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """The ranks that share all of `rank`'s places except along `axes`, ascending.
@@ -161,16 +164,24 @@ class AxisSizes:
         LayoutError: axes are missing, a coordinate is outside its axis, or two contradict each
         other.
         """
-        found = set()
-        for axes, shape in ((DENSE_AXES, self.dense_shape), (EXPERT_AXES, self.expert_shape)):
-            if all(name in coordinate for name in axes):
-                found.add(_ravel(axes, [coordinate[name] for name in axes], shape))
-        if len(found) == 1:
-            return found.pop()
+        self._must_be_known()
+        ranks = set()
+        for axes in (DENSE_AXES, EXPERT_AXES):
+            if not all(name in coordinate for name in axes):
+                continue
+            rank = 0
+            for name in axes:
+                place, size = coordinate[name], getattr(self, name)
+                if not 0 <= place < size:
+                    raise LayoutError(f"{name}={place} is outside its axis: 0..{size - 1}.")
+                rank = rank * size + place
+            ranks.add(rank)
+        if len(ranks) == 1:
+            return ranks.pop()
         given = ", ".join(f"{name}={place}" for name, place in coordinate.items())
-        if found:
+        if ranks:
             raise LayoutError(
-                f"({given}) names ranks {sorted(found)}: its dense and its expert part disagree."
+                f"({given}) names ranks {sorted(ranks)}: its dense and its expert part disagree."
             )
         raise LayoutError(
             f"({given}) names no rank: give all of {', '.join(DENSE_AXES)}, "
@@ -234,20 +245,3 @@ def _suggestion(sizes: Mapping[str, int], world_size: int) -> str:
     if world_size % others == 0:
         return f"dp_shard={world_size // others} (or -1) would fit."
     return f"Without dp_shard they take {others}, which does not divide {world_size}."
-
-
-def _unravel(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    places = []
-    for size in reversed(shape):
-        rank, place = divmod(rank, size)
-        places.append(place)
-    return tuple(reversed(places))
-
-
-def _ravel(axes: tuple[str, ...], places: list[int], shape: tuple[int, ...]) -> int:
-    rank = 0
-    for name, place, size in zip(axes, places, shape, strict=True):
-        if not 0 <= place < size:
-            raise LayoutError(f"{name}={place} is outside its axis: 0..{size - 1}.")
-        rank = rank * size + place
-    return rank

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BEAT", "HostWatch", "text_of"]
+__all__ = ["BEAT", "HostWatch", "host_words", "text_of"]
 
 BEAT = 2.0
 """Seconds between two beats of a host."""
@@ -106,10 +106,17 @@ def _state_of(process: int) -> tuple[str, str] | None:
     return words[0], words[19]
 
 
+def host_words() -> tuple[int, ...]:
+    """Words equal in one boot, network and process namespace; OSError: no /proc can be read."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    spaces = [Path(f"/proc/self/ns/{name}").stat().st_ino for name in ("net", "pid")]
+    return int(boot[:15], 16), *spaces
+
+
 def _host_name() -> str:
     """Equal for processes that see each other under /proc; of its own for any other."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+        boot, _, processes = host_words()
+        return f"{boot}/{processes}"
     except OSError:
         return f"{socket.gethostname()}/{os.getpid()}"

@@ -19,11 +19,11 @@ import math
 import socket
 from collections.abc import Sequence
 from itertools import compress, pairwise
-from pathlib import Path
 
 import torch.distributed as dist
 
 from lamina.mesh.errors import EnvironmentVariableError
+from lamina.mesh.host_watch import host_words
 from lamina.mesh.process_groups import (
     GroupRef,
     HostRuns,
@@ -38,18 +38,10 @@ __all__ = [
     "agree_on_hosts",
     "host_groups",
     "host_runs",
-    "host_words",
     "make_host_groups",
     "ranks_per_host",
     "split_over_hosts",
 ]
-
-
-def host_words() -> tuple[int, ...]:
-    """Words equal in one boot, network and process namespace; OSError: no /proc can be read."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-    spaces = [Path(f"/proc/self/ns/{name}").stat().st_ino for name in ("net", "pid")]
-    return int(boot[:15], 16), *spaces
 
 
 def _host_name(rank: int) -> str:
@@ -123,10 +115,10 @@ def host_runs(group: dist.ProcessGroup) -> HostRuns:
     if ranks is None:
         return HostRuns(tuple(range(group.size())), group.size())
     known = current_world().host_runs
-    found = known.get(group)
-    if found is None:
-        found = known[group] = split_over_hosts(ranks, group.rank(), ranks_per_host())
-    return found
+    runs = known.get(group)
+    if runs is None:
+        runs = known[group] = split_over_hosts(ranks, group.rank(), ranks_per_host())
+    return runs
 
 
 def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:

@@ -17,9 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from lamina.mesh.verdict import Wait
-
-__all__ = ["Activity", "OwnWaits"]
+__all__ = ["Activity", "OwnWaits", "Wait"]
 
 _SLOW_NETWORK = 10e6  # bytes per second
 _POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv")
@@ -31,6 +29,30 @@ _FOREIGN = (
     os.path.join(os.path.dirname(torch.__file__), ""),
     threading.__file__,
 )
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A collective that has begun on a rank and not ended there.
+
+    Attributes:
+        what: its operation, and the unit or bucket it is for.
+        group: the group's description, such as "dp_shard:gather".
+        number: how many collectives this rank has begun in that group, this one included; 0 while
+            the group is made.
+        seconds: since when it waits.
+        ranks: the group's members.
+    """
+
+    what: str
+    group: str
+    number: int
+    seconds: float
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        which = f"collective {self.number} of " if self.number else ""
+        return f"{self.what} ({which}{self.group})"
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,9 @@ def agree_on_attempt(store: Store, launch: Launch, timeout: timedelta) -> str:
         _await_signatures(store, launch, attempt, timeout)
         store.set(f"lamina/{attempt}/go", "1")
         return attempt
-    signed = ""
-    first = False
-    pause = _Pause(launch.world_size, deadline)
+    signed, first = "", False
+    # Pauses grow to a tenth of a second, and further in worlds whose polls would add up.
+    pause, longest = 0.002, max(0.1, launch.world_size / 20_000)
     while True:
         if store.check([published]):
             attempt = str(store.get(published), "utf-8")
@@ -88,13 +88,15 @@ def agree_on_attempt(store: Store, launch: Launch, timeout: timedelta) -> str:
                 signed = attempt
             if first and store.check([f"lamina/{attempt}/go"]):
                 return attempt
-        if not pause.wait():
+        if time.monotonic() >= deadline:
             reason = "rank 0 never came" if not signed else "some rank never came"
             raise RendezvousError(
                 f"rank {launch.rank} of {launch.world_size} waited "
                 f"{timeout.total_seconds():.0f} s at {launch.host}:{launch.port}, but {reason}. "
                 "Rank 0's message names the missing ranks, if it runs."
             )
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
 
 
 def _await_signatures(store: Store, launch: Launch, attempt: str, timeout: timedelta) -> None:
@@ -114,20 +116,3 @@ def _await_signatures(store: Store, launch: Launch, attempt: str, timeout: timed
 
 def _signature(attempt: str, rank: int) -> str:
     return f"lamina/{attempt}/signed/{rank}"
-
-
-class _Pause:
-    """Sleeps that grow to a tenth of a second, and further in worlds whose polls would add up."""
-
-    def __init__(self, world_size: int, deadline: float) -> None:
-        self._length = 0.002
-        self._longest = max(0.1, world_size / 20_000)
-        self._deadline = deadline
-
-    def wait(self) -> bool:
-        """Sleep once; False when the time is over."""
-        if time.monotonic() >= self._deadline:
-            return False
-        time.sleep(self._length)
-        self._length = min(2 * self._length, self._longest)
-        return True

@@ -321,27 +321,15 @@ def _numpy_state() -> dict[str, Any] | None:
             f"NumPy's global generator is {state['bit_generator']}; rng_state() can save MT19937, "
             "NumPy's default, only. Keep own generators in own checkpoint entries."
         )
-    return {
-        "words": torch.from_numpy(state["state"]["key"].astype("int64")),
-        "position": int(state["state"]["pos"]),
-        "has_gauss": int(state["has_gauss"]),
-        "gauss": float(state["gauss"]),
-    }
+    _, words, position, has_gauss, gauss = numpy.random.get_state()
+    words = torch.from_numpy(words.astype("int64"))
+    return {"words": words, "position": position, "has_gauss": has_gauss, "gauss": gauss}
 
 
 def _set_numpy_state(state: Mapping[str, Any]) -> None:
-    numpy = sys.modules["numpy"]
-    numpy.random.set_state(
-        {
-            "bit_generator": "MT19937",
-            "state": {
-                "key": state["words"].numpy().astype("uint32"),
-                "pos": int(state["position"]),
-            },
-            "has_gauss": int(state["has_gauss"]),
-            "gauss": float(state["gauss"]),
-        }
-    )
+    words = state["words"].numpy().astype("uint32")
+    rest = int(state["position"]), int(state["has_gauss"]), float(state["gauss"])
+    sys.modules["numpy"].random.set_state(("MT19937", words, *rest))
 
 
 def _names(items: Any) -> str:

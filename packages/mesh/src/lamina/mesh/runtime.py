@@ -174,11 +174,25 @@ def init_distributed(
             f"rank={rank}, world_size={world_size}: only a fake world is given these as arguments; "
             "a real one takes them from torchrun (torchrun --nproc-per-node=N program.py)."
         )
-    if dist.is_initialized():
-        runtime = _adopt(env, backend, device)
+    adopted = dist.is_initialized()
+    if adopted:
+        backend, launch = _backend_there(backend), _launch_there(env)
     else:
         launch = _fake_launch(env, rank, world_size) if backend == "fake" else read_launch(env)
-        runtime = _start(launch, backend, limit, device)
+    place = _choose_device(launch.local_rank, backend, device)
+    if place.type == "cuda":  # so that `cuda` means this rank's GPU
+        torch.cuda.set_device(place)
+    backend = backend if backend is not None else _default_backend(place)
+    rank, world_size, local_rank = launch.rank, launch.world_size, launch.local_rank
+    if not adopted:
+        store = fake_store() if backend == "fake" else open_store(launch, limit)
+        # No device_id= here: see Note [No bound device].
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit
+        )
+        current_world().timeout = limit
+    started, world = (not adopted, launch.launcher), group_ref(dist.group.WORLD)
+    runtime = Runtime(rank, world_size, local_rank, place, backend, *started, world)
     if runtime.backend != "fake":
         agree_on_hosts()
     if soft_limit is not None and runtime.world_size > 1 and runtime.backend != "fake":
@@ -203,49 +217,30 @@ def _watch_over(
     runtime._watchdog = world.watchdog
 
 
-def _start(
-    launch: Launch, backend: str | None, timeout: timedelta, device: torch.device | str | None
-) -> Runtime:
-    rank, world_size, local_rank = launch.rank, launch.world_size, launch.local_rank
-    place = _choose_device(local_rank, backend, device)
-    chosen = backend if backend is not None else _default_backend(place)
-    store = fake_store() if chosen == "fake" else open_store(launch, timeout)
-    if place.type == "cuda":  # so that `cuda` means this rank's GPU
-        torch.cuda.set_device(place)
-    # No device_id= here: see Note [No bound device].
-    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    current_world().timeout = timeout
-    default = group_ref(dist.group.WORLD)
-    return Runtime(rank, world_size, local_rank, place, chosen, True, launch.launcher, default)
-
-
-def _adopt(env: Environment, backend: str | None, device: torch.device | str | None) -> Runtime:
+def _backend_there(asked: str | None) -> str:
+    """The backend that torch.distributed runs with; ValueError: another one was asked for."""
     there = str(dist.get_backend())
     if there == "undefined":  # torch's name for "chosen by device", as init_device_mesh starts it
         there = str(dist.get_backend_config())
-    if backend is not None and backend != there:
+    if asked is not None and asked != there:
         raise ValueError(
-            f"backend={backend!r} was asked for, but torch.distributed already runs with "
+            f"backend={asked!r} was asked for, but torch.distributed already runs with "
             f"{there!r}. Call init_distributed before anything else starts it, or leave backend "
             "out to use what is there."
         )
+    return there
+
+
+def _launch_there(env: Environment) -> Launch:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    local_rank = _adopted_local_rank(env, rank, world_size)
-    place = _choose_device(local_rank, there, device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    default = group_ref(dist.group.WORLD)
-    return Runtime(rank, world_size, local_rank, place, there, False, "existing", default)
-
-
-def _adopted_local_rank(env: Environment, rank: int, world_size: int) -> int:
-    # Variables that speak of another world (a test's ranks inherit those of its parent) are
-    # not believed; then all ranks are taken to be on this machine.
     try:
         launch = read_launch(env)
+        # Variables that speak of another world (a test's ranks inherit those of its parent) are
+        # not believed; then all ranks are taken to be on this machine.
+        believed = (launch.rank, launch.world_size) == (rank, world_size)
     except EnvironmentVariableError:
-        return rank
-    return launch.local_rank if (launch.rank, launch.world_size) == (rank, world_size) else rank
+        believed = False
+    return Launch("existing", rank, world_size, launch.local_rank if believed else rank)
 
 
 def _fake_launch(env: Environment, rank: int | None, world_size: int | None) -> Launch:

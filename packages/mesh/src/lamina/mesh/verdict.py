@@ -1,36 +1,22 @@
-"""What the ranks of a job that does not go on have reported, in words: who waits for whom."""
+"""Who waits for whom: all ranks report on a wait that lasts, and one rank speaks for all."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
-__all__ = ["Report", "Verdict", "Wait", "verdict"]
+from lamina.mesh.own_waits import OwnWaits, Wait
 
+__all__ = ["Alarms", "Report", "Verdict", "verdict"]
 
-@dataclass(frozen=True)
-class Wait:
-    """A collective that has begun on a rank and not ended there.
-
-    Attributes:
-        what: its operation, and the unit or bucket it is for.
-        group: the group's description, such as "dp_shard:gather".
-        number: how many collectives this rank has begun in that group, this one included; 0 while
-            the group is made.
-        seconds: since when it waits.
-        ranks: the group's members.
-    """
-
-    what: str
-    group: str
-    number: int
-    seconds: float
-    ranks: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        which = f"collective {self.number} of " if self.number else ""
-        return f"{self.what} ({which}{self.group})"
+_ANSWERS_WITHIN = 4.0
 
 
 @dataclass(frozen=True)
@@ -56,9 +42,9 @@ class Report:
     @staticmethod
     def read(text: bytes) -> Report:
         """A report that was sent as JSON."""
-        found = json.loads(text)
-        waits = tuple(Wait(**{**one, "ranks": tuple(one["ranks"])}) for one in found.pop("waits"))
-        return Report(waits=waits, **found)
+        fields = json.loads(text)
+        waits = [Wait(**{**wait, "ranks": tuple(wait["ranks"])}) for wait in fields.pop("waits")]
+        return Report(waits=tuple(waits), **fields)
 
 
 @dataclass(frozen=True)
@@ -124,7 +110,7 @@ def _details(rank: int, report: Report | None) -> str:
     if report is None:
         return f"== rank {rank}: no report"
     waits = [f"  waits for {wait.seconds:.1f} s: {wait}" for wait in report.waits]
-    last = [f"  did: {one}" for one in report.recent]
+    last = [f"  did: {text}" for text in report.recent]
     return "\n".join([f"== {report.here} at {report.at}", *waits, *last, "".join(report.stack)])
 
 
@@ -137,3 +123,85 @@ def _ranges(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+class Alarms:
+    """When this rank sounds an alarm, what it answers to one, and who concludes.
+
+    A wait is told of after `soft_limit` seconds; verdicts are written to `directory`, or among
+    temporary files. `waits` are this rank's own, number `rank` of `world_size`.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        soft_limit: float,
+        directory: str | os.PathLike[str] | None,
+        waits: OwnWaits,
+    ) -> None:
+        self._store, self._rank, self._waits = store, rank, waits
+        self._everyone = range(world_size)
+        self._soft_limit = self._next = soft_limit
+        self._directory = Path(tempfile.gettempdir() if directory is None else directory)
+        self._answered: dict[int, float] = {}  # alarms without a verdict, and since when
+
+    def due(self) -> bool:
+        """Whether this rank waits for so long that an alarm is to be sounded."""
+        longest = self._waits.longest()
+        if longest < self._soft_limit:
+            self._next = self._soft_limit
+        due = longest > self._next and not self._answered
+        if due:
+            self._next = 2 * longest
+        return due
+
+    def answer(self, alarm: int, here: str) -> None:
+        """Report, as rank `here`, what this rank does."""
+        activity, (at, stack) = self._waits.activity(), self._waits.program_line()
+        waits, recent = tuple(activity.waits), tuple(activity.recent)
+        report = Report(here, at, activity.idle, waits, recent, stack)
+        self._store.set(self._key(alarm, self._rank), json.dumps(asdict(report)))
+        self._answered[alarm] = time.monotonic()
+
+    def answered(self, spoken: bool) -> None:
+        """Somebody has concluded, and perhaps `spoken` of this rank's wait too."""
+        self._answered.clear()
+        if spoken:
+            self._next = max(self._next, 2 * self._waits.longest())
+
+    def to_conclude(self) -> int | None:
+        """An alarm that this rank has to put into words; None where there is none."""
+        for alarm, since in self._answered.items():
+            # The first rank speaks. If it does not, the next one does after a while.
+            late = time.monotonic() - since > _ANSWERS_WITHIN * (1 + self._rank)
+            reports = [self._key(alarm, rank) for rank in self._everyone]
+            if late or (self._rank == 0 and self._store.check(reports)):
+                return alarm
+        return None
+
+    def conclude(self, alarm: int, states: Mapping[int, str]) -> Verdict:
+        """Put the reports of all ranks into words, on the terminal and in a file.
+
+        `states` are those of this host's processes.
+        """
+        reports: dict[int, Report | None] = {}
+        for rank in self._everyone:
+            key = self._key(alarm, rank)
+            there = self._store.check([key])
+            reports[rank] = Report.read(self._store.get(key)) if there else None
+        spoken = verdict(reports, states)
+        path = self._directory / f"lamina-verdict-{os.getpid()}-{alarm}.txt"
+        try:
+            path.write_text(f"{spoken.words}\n\n{spoken.details}")
+            where = f"Stacks and last collectives of all ranks: {path}"
+        except OSError as error:
+            where = f"(no file with the stacks: {error})"
+        self._answered.clear()
+        spoken = replace(spoken, words=f"{spoken.words}\n{where}")
+        print(spoken.words, file=sys.stderr, flush=True)
+        return spoken
+
+    def _key(self, alarm: int, rank: int) -> str:
+        return f"report/{alarm}/{rank}"

@@ -36,9 +36,9 @@ from typing import Any, cast
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its stubs
 
-from lamina.mesh.alarms import Alarms
 from lamina.mesh.host_watch import BEAT, HostWatch, text_of
 from lamina.mesh.own_waits import Activity, OwnWaits
+from lamina.mesh.verdict import Alarms
 
 __all__ = ["EXIT_STATUS", "Watchdog"]
 
@@ -312,5 +312,5 @@ class Watchdog:
             self._publish("alarm", self._here)
         alarm = self._alarms.to_conclude()
         if alarm is not None:
-            found = self._alarms.conclude(alarm, self._hosts.states())
-            self._publish("lost" if found.hopeless else "verdict", found.words)
+            spoken = self._alarms.conclude(alarm, self._hosts.states())
+            self._publish("lost" if spoken.hopeless else "verdict", spoken.words)

@@ -66,9 +66,7 @@ class ShardedTensor(SpanTensor):
         extents: Extents | None = None,
         requires_grad: bool = False,
     ) -> ShardedTensor:
-        # Not isinstance(axis, Axis): a protocol takes longer to check than all the rest, and every
-        # parameter's gradient is made anew each step.
-        axes = () if axis is None else tuple(axis) if isinstance(axis, Sequence) else (axis,)
+        axes = () if axis is None else (axis,) if isinstance(axis, Axis) else tuple(axis)
         size = torch.Size(shape)
         spec = SpanSpec(size, start, start + local.numel(), axes, communicator, extents)
         _check(local, spec)

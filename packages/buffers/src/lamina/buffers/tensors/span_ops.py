@@ -65,7 +65,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         and schema.name not in _NOT_POINTWISE
     ) or name in _UNTAGGED_POINTWISE:
         return _pointwise(func, args, kwargs)
-    elif name in _FILLS and not any(getattr(axis, "apart", ()) for axis in args[0]._spec.axes):
+    elif name in _FILLS and not any(axis.apart for axis in args[0]._spec.axes):
         return _draw(func, args, kwargs)
     return refuse(func, args)
 

@@ -294,10 +294,10 @@ def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> list[
 def _refuse_parts(operation: str, tensors: Sequence[SpanTensor]) -> None:
     """Many norms make one of a model, and these tensors are only this rank's part of theirs.
 
-    An axis may say so: its `apart` are the names of the other axes that have cut the model.
+    An axis says so: its `apart` are the names of the other axes that have cut the model.
     """
     for spec in (tensor._spec for tensor in tensors):
-        names = [name for axis in spec.axes for name in getattr(axis, "apart", ())]
+        names = [name for axis in spec.axes for name in axis.apart]
         if names:
             raise NotImplementedError(
                 f"{operation} over ShardedTensors ({spec.where()}) of a model that is cut over "

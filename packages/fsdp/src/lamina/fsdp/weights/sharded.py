@@ -35,6 +35,22 @@ class ShardedWeights(Weights):
     the bits are those of a cast after each step. See
     docs/decisions/0521-gathers-cast-main-weights.md.
 
+    Note [When whole weights are given back]
+    A unit is gathered when it is about to compute, or one unit ahead of that (`Prefetcher`). It is
+    given back by `Unit.reshard`, which the engine calls at four times:
+    - after its forward, unless its backward comes first of all, it is the root, or a user has said
+      `reshard_after_forward=False` (`Engine.after_forward`);
+    - at the end of the model's forward, if it was gathered ahead and not called, or without
+      gradients (`Engine._end_forward`);
+    - when its gradients are complete (`Engine.after_backward`), and at the end of the backward for
+      what autograd never came back to (`Engine.backward_is_over`);
+    - where the model is put at rest: before its state is saved, loaded or copied
+      (`Engine.put_at_rest`).
+    So a plain step gathers a unit twice, for its forward and its backward, and the last unit and
+    the root once. A third gather has one of these reasons: its forward runs again (recomputation),
+    a `gather_budget` or a slot made it leave, it was gathered ahead and not called, a module
+    outside its unit read it (`unshard`), or its main weights were written since (`mark_changed`).
+
     `local` is cut along the inner one of the data-parallel `axes`, and `key` names this group in
     the pool. The compute `dtype` is that of `local` by default.
     """

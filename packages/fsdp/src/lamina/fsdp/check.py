@@ -122,6 +122,7 @@ class _Both:
             largest = max((float(g.abs().max()) for g in grads.values() if g.numel()), default=0.0)
             whole = full_gradients(self.sharded)
             yield from self._differences(step, "gradient of", whole, grads, 1e-3 * largest)
+            # Gradients are equal: if parameters are not after this, the step is what differs.
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -165,6 +166,7 @@ class _Both:
                 what = f"{kind} {name} (one side has none)"
                 yield Difference(step, 0, what, float("inf"), 0.0)
                 continue
+            # In fp64, so that the difference itself is not rounded away.
             off = (tensors[name].double() - expected[name].double()).abs().reshape(-1)
             if not off.numel():
                 continue

@@ -308,10 +308,12 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
         >>> model = fully_shard_model(torch.nn.Linear(8, 1))
         >>> optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()), model)
     """
+    # A runner of a pipeline holds several sharded stages, and one optimizer steps all of them.
     parts = _sharded_parts(module)
     groups = [group for part in parts for group in part.parameter_groups()]
     regions = regions_of(module)
     point_at_localised(optimizer, module)
+    # Refusals first. Then the optimizer's groups hold main parameters instead of the user's.
     require_same_optimizer("fully_shard_optimizer", optimizer, groups)
     for group in groups:
         for ref, main in zip(group.refs, group.main_parameters, strict=True):

@@ -173,6 +173,7 @@ def shard_module(
         device=device,
         broadcast_buffers=broadcast_buffers,
     )
+    # By `id`: parameters compare element by element.
     ignored = {id(parameter) for parameter in ignored_params or ()}
     sharded = _shard(_listed(module), settings, reshard_after_forward, ignored)
     return sharded[0] if isinstance(module, nn.Module) else sharded
@@ -190,6 +191,7 @@ def _shard(
     for one in modules:
         localise_dtensors(one, ignored)
     sharding = resolve(around, settings, left_alone=ignored)
+    # What inner calls have sharded is not this unit's, and nor is what was to be left alone.
     keep = _resharding(reshard_after_forward, sharding.dense.inner.size)
     inner = tuple(m for m in around.modules() if isinstance(m, ModuleWithUnit))
     own = tuple(_own(around, inner, ignored))
@@ -202,6 +204,7 @@ def _shard(
     for one in sharded:
         one.__dict__[_SHARDING] = sharding
     _show_parts(sharded, sharding)
+    # Copies are sharded alike, and then get this module's values.
     blank = without_values(settings)
 
     def again(copies: list[nn.Module]) -> object:
@@ -263,6 +266,8 @@ def _own(
     mains = {id(p) for group in groups for p in group.main_parameters}
     left_out = mains.union(ignored)
     refs = [ref for ref in collect_parameters(module) if id(ref.parameter) not in left_out]
+    # Modules of inner units hold main parameters now. A compute parameter that is found here was
+    # held by a module outside of them all the time.
     for ref in refs:
         if id(ref.parameter) in compute:
             raise ValueError(
@@ -331,6 +336,7 @@ def _make_engine(root: ModuleWithUnit) -> None:
             )
         unit.rename(members)
     refuse_unwritten_buffers(root)
+    # The outermost module's settings count for the engine, and all units reduce from one scratch.
     first, *others = [module.__dict__[_SHARDING] for module in modules.values()]
     for other in others:
         other.scratch.share(first.scratch)

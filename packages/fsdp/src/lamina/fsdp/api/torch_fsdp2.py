@@ -105,7 +105,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         super().__init__()
         require_overlap("TorchFullyShardedDataParallel")
         refuse_wrapped("TorchFullyShardedDataParallel", module)
-        _refuse_roles(module)
+        _refuse_roles(module)  # FSDP2 sums all gradients over the whole mesh
         self.config = config
         device_mesh = _mesh_for_torch(mesh)
         *outer, inner = device_mesh.mesh_dim_names or ()
@@ -130,6 +130,7 @@ class TorchFullyShardedDataParallel(DataParallel):
                 reshard_after_forward=config.reshard_after_forward,
                 mp_policy=config.mp_policy or MixedPrecisionPolicy(),
             )
+        # It keeps process groups, which then outlive `destroy_process_group` and abort the process.
         ends_with_groups(module, forget_groups)
         self.module = module
         self._syncs = True
@@ -138,6 +139,7 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
+        # The last forward of training says how its backward ends: summed, or left by `no_sync`.
         if torch.is_grad_enabled():
             self._unsummed = not self._syncs
         self._module_buffers.before_forward(self.module)
@@ -182,7 +184,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         input and output of two reductions.
         """
         parameters = list(self.parameters())
-        units = sorted(self._unit_bytes)[-2:]
+        units = sorted(self._unit_bytes)[-2:]  # the largest two may follow each other
         return MemoryPlan(
             weights=sum(map(_local_bytes, parameters)),
             main_weights=0,

@@ -126,6 +126,7 @@ def policy_from(given: Any, argument: str = "mp_policy") -> MixedPrecisionPolicy
     """
     if given is None or isinstance(given, MixedPrecisionPolicy):
         return given
+    # By its fields and not its class, so that a policy of another version of torch's will do.
     try:
         return MixedPrecisionPolicy(
             main_params_dtype=None,

@@ -64,6 +64,7 @@ class TensorRegions:
     def as_part(self, parameter: torch.Tensor, value: Any) -> Any:
         """A tensor of a main parameter's shape, as the part of the model's tensor that it is."""
         region = self.of(parameter)
+        # Step counts, and what an optimizer keeps in shapes of its own, are no parts of anything.
         alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
         if region is None or not alike or not value.dim():
             return value

@@ -161,12 +161,14 @@ def _unstepped(
     # The class itself makes it, so that what it keeps is written nowhere else.
     tiny = nn.Parameter(torch.zeros(2, 2, dtype=parameter.dtype, device=parameter.device))
     tiny.grad = torch.zeros_like(tiny)
+    # With the group's own settings: they decide what is kept (amsgrad, momentum).
     settings = {key: value for key, value in group.items() if key != "params"}
     other = type(optimizer)([{**settings, "params": [tiny]}], **_constructor(optimizer))
     with contextlib.suppress(_Begun), _FirstWrite():  # type: ignore[no-untyped-call]
         other.step()
     made: dict[str, Any] = {}
     for name, value in other.state[tiny].items():
+        # What has the parameter's shape is equal everywhere, as a zero gradient leaves it.
         if isinstance(value, torch.Tensor) and value.shape == tiny.shape:
             made[name] = torch.full_like(parameter, value[0, 0].item(), dtype=value.dtype)
         else:

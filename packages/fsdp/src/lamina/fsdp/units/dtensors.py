@@ -149,6 +149,7 @@ def _local_of(ref: ParameterRef) -> nn.Parameter:
             "their own (fans and random numbers are those of the whole). Build the model with "
             "values before parallelize_module, or use Lamina's own tensor-parallel layers"
         )
+    # A role names the one dimension that tp has cut.
     cut = _cut_dims(whole)
     if len(cut) > 1 or any(not (p.is_shard() or p.is_replicate()) for p in whole.placements):
         raise ValueError(

@@ -66,6 +66,7 @@ def _views_in(
     """Where in a flat tensor each parameter goes, for groups that are wholly on meta."""
     views: dict[int, torch.Tensor] = {}
     for refs, layout in layouts:
+        # One with values, or in another memory format, is copied into the buffer in any case.
         if not all(ref.parameter.is_meta and ref.parameter.is_contiguous() for ref in refs):
             continue
         flat = torch.empty(layout.size, dtype=refs[0].parameter.dtype, device=device)
@@ -83,9 +84,11 @@ def _new_parameters(
         made = views.get(id(meta))
         if made is None:
             made = torch.empty_like(meta, device=device, requires_grad=False)
+        # A pattern that no initialisation leaves, to find out whether one wrote at all.
         _first_bytes(made).fill_(_UNWRITTEN)
         real = nn.Parameter(made, requires_grad=meta.requires_grad)
         real.__dict__.update(meta.__dict__)
+        # The object stays: optimizers, ties and the user's own variables hold it.
         torch.utils.swap_tensors(meta, real)  # type: ignore[no-untyped-call]
         yield meta
 
@@ -121,6 +124,7 @@ def _only(fresh: dict[int, torch.Tensor], root: nn.Module) -> Iterator[None]:
             for name, tensor in tensors.items():
                 if tensor is None or tensor.is_meta:
                     continue
+                # A tied one is written by its first holder alone, as when the model is constructed.
                 if id(tensor) in fresh and id(tensor) not in seen:
                     seen.add(id(tensor))
                     continue
@@ -204,6 +208,7 @@ def refuse_uninitialised(root: nn.Module, init: Callable[[nn.Module], None] | No
     """
     if init is not None:
         return
+    # Who has an initialisation may write its own tensors and those of modules below it.
     able = [module for module in root.modules() if _own_initialisation(module) is not None]
     covered = {id(below): below for module in able for below in module.modules()}
     written = {id(t) for module in covered.values() for t in _held(module).values()}

@@ -71,6 +71,7 @@ def plan_units(
         >>> [unit.name for unit in plan_units(torch.nn.TransformerEncoder(layer, 2), None)]
         ['', 'layers.0', 'layers.1']
     """
+    # The names of units: those that were found, or all modules of the classes that were given.
     if unit_classes is None:
         names = _find_units(root)
     else:
@@ -91,6 +92,7 @@ def plan_units(
     paths: dict[int, list[str]] = {}  # a module shared by two units is found under two names
     for name, module in root.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(name)
+    # All places that hold a parameter: several modules (tied), or one module in several places.
     for ref in collect_parameters(root):
         holders = [module for reference, _ in ref.owners if (module := reference()) is not None]
         places = [path for module in holders for path in paths[id(module)]]
@@ -203,6 +205,7 @@ def refine(root: nn.Module, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
     """
     paths = {id(module): name for name, module in root.named_modules()}
     owned: dict[str, list[ParameterRef]] = {plan.name: [] for plan in plans}
+    # Each unit is cut by itself: what was one unit's does not become another's.
     for plan in plans:
         alone = [_holder(ref, paths) for ref in plan.refs]
         # Of a unit whose own module holds parameters, all stay with it; the root is no such unit.

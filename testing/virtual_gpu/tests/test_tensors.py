@@ -17,6 +17,10 @@ def test_a_value_copied_to_the_device_comes_back():
     assert there[3].item() == 3
 
 
+def test_a_tensor_is_printed_as_the_host_would_read_it():
+    assert repr(torch.tensor([1.5, 2.0]).cuda()) == "tensor([1.5000, 2.0000], device='cuda:0')"
+
+
 @pytest.mark.parametrize("optimizer", [{"foreach": True}, {"fused": True}, {"capturable": True}])
 def test_a_training_step_launches_and_reads_its_loss_with_one_wait(optimizer):
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128)).cuda()

@@ -2,6 +2,7 @@
 
 It does nothing until torch is imported. Then it loads the stand-ins that torch and Triton look for
 by name alone, and switches cuDNN off, which is not modelled: torch's own kernels are used instead.
+With `VGPU_VALUES=unknown` tests are told apart from what they say of values (`values.py`).
 """
 
 from __future__ import annotations
@@ -9,47 +10,93 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 __all__ = ["LIBRARY_FOLDER", "activate"]
 
 # torch's libraries look here first.
 LIBRARY_FOLDER = Path(__file__).resolve().parents[1] / "nvidia" / "cu13" / "lib"
+Around = Callable[[Any], AbstractContextManager[None]]
 
 
-class _AroundTorch(Loader):
-    """Torch's own loader, with a few words before and after."""
+@contextmanager
+def around_torch(module: Any) -> Iterator[None]:
+    """Load what torch looks for by name before it is imported; switch cuDNN off after it."""
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        ctypes.CDLL(str(LIBRARY_FOLDER / name), mode=ctypes.RTLD_GLOBAL)
+    yield
+    module._C._set_cudnn_enabled(False)
+    module._C._set_sdp_use_cudnn(False)
+    show_what_the_host_sees(module)
 
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
+
+def show_what_the_host_sees(torch: Any) -> None:
+    """Print a tensor's memory. Torch asks kernels how wide its numbers are, and none computes."""
+    printing = torch._tensor_str
+    show, plain = printing._str, (torch.Tensor, torch.nn.Parameter)
+
+    def _str(self: Any, *, tensor_contents: str | None = None) -> str:
+        shown = self.is_cuda and type(self) in plain and self.layout == torch.strided
+        if tensor_contents is None and shown and self.numel():
+            # Its memory can be read from here: no copy is made, and none is recorded.
+            storage = self.untyped_storage()
+            memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+            whole = torch.frombuffer(memory, dtype=self.dtype)
+            here = whole.as_strided(self.shape, self.stride(), self.storage_offset())
+            tensor_contents = printing._tensor_str(here, len("tensor("))
+        return str(show(self, tensor_contents=tensor_contents))
+
+    printing._str = _str
+
+
+@contextmanager
+def around_rewriting(module: Any) -> Iterator[None]:
+    """Have pytest's rewriting of asserts leave out what they say of values."""
+    yield
+    from lamina_virtual_gpu.values import rewriting
+
+    module.rewrite_asserts = rewriting(module.rewrite_asserts)
+    # Byte code that pytest keeps beside the tests is another one here.
+    module.PYC_TAIL = f"-virtual-gpu{module.PYC_TAIL}"
+
+
+class _Around(Loader):
+    """A module's own loader, with a few words before and after."""
+
+    def __init__(self, loader: Loader, around: Around) -> None:
+        self.loader, self.around = loader, around
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
-            ctypes.CDLL(str(LIBRARY_FOLDER / name), mode=ctypes.RTLD_GLOBAL)
-        self.loader.exec_module(module)
-        module._C._set_cudnn_enabled(False)
-        module._C._set_sdp_use_cudnn(False)
+        with self.around(module):
+            self.loader.exec_module(module)
 
 
 class _Finder(MetaPathFinder):
-    """Finds torch once, and is then gone."""
+    """Finds each of some modules once, and is gone when it has found all."""
+
+    def __init__(self, waiting: dict[str, Around]) -> None:
+        self.waiting = waiting
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != "torch":
+        around = self.waiting.pop(name, None)
+        if around is None:
             return None
-        sys.meta_path.remove(self)
+        if not self.waiting:
+            sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _AroundTorch(spec.loader)
+            spec.loader = _Around(spec.loader, around)
         return spec
 
 
@@ -58,7 +105,10 @@ def activate() -> None:
     if not LIBRARY_FOLDER.exists():
         return
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(LIBRARY_FOLDER))
-    sys.meta_path.insert(0, _Finder())
+    waiting: dict[str, Around] = {"torch": around_torch}
+    if os.environ.get("VGPU_VALUES") == "unknown":
+        waiting["_pytest.assertion.rewrite"] = around_rewriting
+    sys.meta_path.insert(0, _Finder(waiting))
 
 
 activate()

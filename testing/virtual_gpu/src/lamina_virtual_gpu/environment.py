@@ -59,7 +59,8 @@ def refuse_beside_a_driver() -> None:
 
 def install_torch(folder: Path, version: str, triton: str, *more: str) -> None:
     """Install torch without NVIDIA's libraries, and what else it and the caller need."""
-    pip(folder, "--no-deps", f"torch=={version}", f"triton=={triton}")
+    # Three signs: a build with a suffix, such as 2.13.0+cpu of a local index, is another one.
+    pip(folder, "--no-deps", f"torch==={version}", f"triton=={triton}")
     cuda = (site_packages(folder) / "torch" / "version.py").read_text()
     if "cuda: _Optional[str] = None" in cuda or "cuda: Optional[str] = None" in cuda:
         raise OutOfReachError(

@@ -241,6 +241,12 @@ EXPORT int cudaGetSymbolAddress(void **out, const void *) {
 
 // ---- copies: executed up to a size, so that small values that steer the host are right
 
+static uint64_t reads_of_devices = 0;  // of the whole process: `reset` leaves it (values.py)
+EXPORT unsigned long long vgpu_reads() {
+  LOCKED;
+  return reads_of_devices;
+}
+
 static bool on_device(Allocation *at) { return at && (at->kind == Kind::device || at->kind == Kind::reserved); }
 
 static int copy(void *to, const void *from, size_t bytes, Stream *stream, bool waits, const char *call) {
@@ -261,6 +267,7 @@ static int copy(void *to, const void *from, size_t bytes, Stream *stream, bool w
     }
     Count &count = record().copies[what];
     count.times++, count.amount += (double)bytes;
+    reads_of_devices += out_of && !into;
     host_spends(settings().call + settings().launch);
     bool inside = into && out_of;
     if (bytes <= (inside ? settings().largest_device_copy : settings().largest_copy)) memmove(to, from, bytes);

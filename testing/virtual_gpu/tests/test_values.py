@@ -1,0 +1,95 @@
+"""Without arithmetic what a test says of values is left out, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUITE = """
+import torch
+from elsewhere import given
+
+def double(x):
+    return x * 2
+
+def helper_that_looks(x):
+    assert x.sum().item() == 6
+
+def test_values():
+    '''All of these would need a device that computes.'''
+    x = double(torch.tensor([1.0, 2.0], device="cuda"))
+    assert torch.equal(x.cpu(), torch.tensor([2.0, 4.0]))
+    assert x.sum().item() == 6, "a message"
+    assert x[0] == 2
+    y = x.cpu()
+    loss = float(y.sum())
+    assert y[1] == 4
+    assert loss == 6
+    torch.testing.assert_close(y, torch.tensor([2.0, 4.0]))
+    helper_that_looks(x)
+    assert x.shape == (2,)
+
+class TestOne:
+    def test_method(self):
+        assert torch.tensor([1.0], device="cuda").add(1).item() == 2
+
+def test_result_of_a_helper():
+    x = given(torch.ones(3, device="cuda").double())
+    assert x.shape == (3,)
+
+def test_launches():
+    x = torch.ones(3, device="cuda")
+    launches = 3
+    assert launches == 4
+
+def test_shape():
+    assert tuple(torch.ones(3, device="cuda").shape) == (4,)
+
+def test_an_error_of_the_program():
+    double(None)
+"""
+
+# pytest leaves its asserts as they are.
+ELSEWHERE = """
+def given(x):
+    assert x.sum().item() == 6
+    return x
+"""
+
+
+@pytest.fixture
+def outcomes(tmp_path: Path):
+    def run(**settings: str) -> dict[str, str]:
+        (tmp_path / "test_suite.py").write_text(SUITE)
+        (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+        (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+        answer = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "test_suite.py"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **settings},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        words = (line.split() for line in answer.stdout.splitlines() if "::" in line)
+        return {w[0].partition("::")[2]: w[1] for w in words if w[1].isupper()}
+
+    return run
+
+
+def test_only_asserts_about_values_are_passed_over(outcomes):
+    found = outcomes(VGPU_VALUES="unknown")
+    assert found == {
+        "test_values": "PASSED",
+        "TestOne::test_method": "PASSED",
+        "test_result_of_a_helper": "SKIPPED",
+        "test_launches": "FAILED",
+        "test_shape": "FAILED",
+        "test_an_error_of_the_program": "FAILED",
+    }
+    # The byte code of one mode is not taken for the other's.
+    assert set(outcomes(VGPU_VALUES="").values()) == {"FAILED"}

@@ -20,8 +20,7 @@ ours and holds groups (a `DeviceMesh`, torch's FSDP2) lets go of them when the j
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
@@ -288,8 +287,13 @@ def _make_group(
     limit = timeout if timeout is not None else c10d._get_default_timeout(dist.Backend(backend))
     watchdog = running_watchdog()
     wait = contextlib.nullcontext() if watchdog is None else watchdog.making(description, ranks)
+    # Note [No bound device]
+    # With a bound device torch makes NCCL groups by splitting the default communicator. Every rank
+    # of the job must take part in a split, and only the members come here: the others would be
+    # waited for without end. See docs/decisions/0104-no-bound-device.md.
+    device, default.bound_device_id = default.bound_device_id, None
     try:
-        with _unbound(default), wait:
+        with wait:
             made, _ = c10d._new_process_group_helper(
                 len(ranks),
                 places[default.rank()],
@@ -307,6 +311,8 @@ def _make_group(
             "Making a group waits for all of its members: see whether one of these ranks failed "
             "earlier, asks for its groups in another order, or never asks for this one."
         ) from error
+    finally:
+        default.bound_device_id = device
     group = cast("dist.ProcessGroup", made)
     c10d._world.pg_group_ranks[group] = places
     return group
@@ -320,21 +326,6 @@ def _serving_hosts(backend: str) -> str:
     """
     alone = backend in ("nccl", "cuda:nccl") and dist.is_gloo_available()
     return "cpu:gloo,cuda:nccl" if alone else backend
-
-
-@contextmanager
-def _unbound(default: dist.ProcessGroup) -> Iterator[None]:
-    """Hide the device that the job's default group may be bound to. See Note [No bound device]."""
-    # Note [No bound device]
-    # With a bound device torch makes NCCL groups by splitting the default communicator. Every rank
-    # of the job must take part in a split, and only the members come here: the others would be
-    # waited for without end. See docs/decisions/0104-no-bound-device.md.
-    device = default.bound_device_id
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device
 
 
 def _shorten(ranks: tuple[int, ...]) -> str:

@@ -269,19 +269,32 @@ def _choose_device(
 
     RuntimeError: a GPU was asked for and is not there, or ranks of NCCL outnumber the GPUs.
     """
-    if device is not None:
-        asked = torch.device(device)
-        return asked if asked.type != "cuda" else _gpu(asked.index, local_rank, backend)
-    speaks_cuda = backend is None or "nccl" in backend
-    if speaks_cuda and torch.cuda.is_available():
-        return _gpu(None, local_rank, backend)
-    if backend is not None and "nccl" in backend:
+    asked = None if device is None else torch.device(device)
+    if asked is not None and asked.type != "cuda":
+        return asked
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    nccl = backend is not None and "nccl" in backend
+    if asked is None and not nccl and (backend is not None or not count):
+        return torch.device("cpu")
+    if not count:
+        who = f"backend={backend!r}" if asked is None else f"device={str(asked)!r}"
         raise RuntimeError(
-            f"backend={backend!r} needs a GPU and torch sees none "
-            f"(torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}). "
-            "Use backend='gloo' for a CPU run; `python -m lamina.mesh doctor` says what is missing."
+            f"{who} needs a GPU and torch sees none (torch {torch.__version__}, CUDA "
+            f"{torch.version.cuda or 'not built in'}). Use backend='gloo' and device='cpu' for a "
+            "CPU run; `python -m lamina.mesh doctor` says what is missing."
         )
-    return torch.device("cpu")
+    if asked is not None and asked.index is not None:
+        if asked.index >= count:
+            raise RuntimeError(f"device {asked} was asked for and torch sees {count} GPUs.")
+        return asked
+    # A launcher that shows each rank its own GPU only (srun --gpus-per-task) numbers it 0.
+    if local_rank >= count > 1 and (nccl or backend is None):
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU: torch sees {count} on this machine and NCCL "
+            f"takes one rank each. Start at most {count} ranks here "
+            f"(torchrun --nproc-per-node={count}), or let ranks share GPUs with backend='gloo'."
+        )
+    return torch.device("cuda", local_rank % count)
 
 
 def _default_backend(device: torch.device) -> str:
@@ -301,27 +314,3 @@ def _default_backend(device: torch.device) -> str:
             "pass backend='gloo' (slow: tensors travel through host memory)."
         )
     return "cpu:gloo,cuda:nccl"
-
-
-def _gpu(index: int | None, local_rank: int, backend: str | None) -> torch.device:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
-        raise RuntimeError(
-            f"device='cuda' was asked for and torch sees no GPU (torch {torch.__version__}, CUDA "
-            f"{torch.version.cuda or 'not built in'}). `python -m lamina.mesh doctor` says why."
-        )
-    if index is not None:
-        if index >= count:
-            raise RuntimeError(f"device cuda:{index} was asked for and torch sees {count} GPUs.")
-        return torch.device("cuda", index)
-    # A launcher that shows each rank its own GPU only (srun --gpus-per-task) numbers it 0.
-    if count == 1:
-        return torch.device("cuda", 0)
-    shares = backend is not None and "nccl" not in backend
-    if local_rank >= count and not shares:
-        raise RuntimeError(
-            f"local rank {local_rank} has no GPU: torch sees {count} on this machine and NCCL "
-            f"takes one rank each. Start at most {count} ranks here "
-            f"(torchrun --nproc-per-node={count}), or let ranks share GPUs with backend='gloo'."
-        )
-    return torch.device("cuda", local_rank % count)

@@ -30,18 +30,16 @@ class Environment:
         return self.variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1"
 
     @property
-    def allocator_settings(self) -> Mapping[str, str]:
-        """PYTORCH_ALLOC_CONF (or its older name PYTORCH_CUDA_ALLOC_CONF) as key and value."""
-        text = self.variables.get("PYTORCH_ALLOC_CONF", "") or self.variables.get(
-            "PYTORCH_CUDA_ALLOC_CONF", ""
-        )
-        pairs = (part.partition(":") for part in text.split(",") if part.strip())
-        return {key.strip(): value.strip() for key, _, value in pairs}
-
-    @property
     def expandable_segments(self) -> bool:
-        """Whether the CUDA allocator uses expandable segments, which NCCL can't register."""
-        return self.allocator_settings.get("expandable_segments", "").lower() == "true"
+        """Whether the CUDA allocator uses expandable segments, which NCCL can't register.
+
+        The last word of PYTORCH_ALLOC_CONF, or of its older name PYTORCH_CUDA_ALLOC_CONF, counts.
+        """
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        text = next(filter(None, (self.variables.get(name) for name in names)), "")
+        pairs = (part.partition(":") for part in text.lower().split(","))
+        settings = {key.strip(): value.strip() for key, _, value in pairs}
+        return settings.get("expandable_segments") == "true"
 
     @property
     def local_world_size(self) -> int | None:

@@ -10,8 +10,9 @@ tensors longer than 2 S (`Divisors`), and from there up candidates are tried wit
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from operator import neg
 from typing import NamedTuple
 
@@ -49,9 +50,15 @@ def plan_items(items: Sequence[Item], num_shards: int, alignment: int, unit: int
     divisors = Divisors(items, num_shards, unit)
     best: Placed | None = None
     for position, order in enumerate(_orders(items, alignment)):
-        found = _search(items, order, num_shards, alignment, divisors, best)
-        if found is not None and (best is None or found[0] < best.shard_size):
-            best = Placed(found[0], tuple(found[1]), position > 0)
+
+        def attempt(size: int, order: Sequence[int] = order) -> list[int] | None:
+            """Offsets in shards of this size, if all fits."""
+            return _Packer(items, alignment, size, num_shards * size).pack(order)
+
+        few = _FEW // max(len(items), 1)
+        better = _search(attempt, divisors, few, None if best is None else best.shard_size)
+        if better is not None:
+            best = Placed(better[0], tuple(better[1]), position > 0)
         if best is not None and best.shard_size == divisors.least:
             break
     if best is None:  # pragma: no cover - one shard that holds everything always works
@@ -103,6 +110,13 @@ class Divisors:
         """For each set of granules, longest tensors first, the least size that all divide."""
         return sorted({round_up(self.least, multiple) for multiple in set(self._multiples)})[:64]
 
+    def sizes(self) -> Iterator[int]:
+        """All allowed sizes, ascending, without end."""
+        size = self.least
+        while True:
+            yield size
+            size = self.next(size + 1)
+
 
 def _orders(items: Sequence[Item], alignment: int) -> list[list[int]]:
     """Orders worth trying: as given; coarsest granules first; longest first, free ones last."""
@@ -118,76 +132,35 @@ def _step(item: Item, alignment: int) -> int:
 
 
 def _search(
-    items: Sequence[Item],
-    order: Sequence[int],
-    num_shards: int,
-    alignment: int,
-    divisors: Divisors,
-    best: Placed | None,
+    attempt: Callable[[int], list[int] | None], divisors: Divisors, few: int, best: int | None
 ) -> tuple[int, list[int]] | None:
-    """The least shard size at which the order fits: gallop up, then bisect.
+    """The least shard size that fits, with its offsets; None where it is not below `best`.
 
-    What fits is not monotone in the size. Where the sizes are few all are tried; bisection may miss
-    a smaller one by a little, and stops within a two-thousandth.
+    What fits is not monotone in the size. Where the sizes are `few` all are tried; bisection may
+    miss a smaller one by a little, and stops within a two-thousandth.
     """
-
-    def attempt(size: int) -> list[int] | None:
-        """Offsets in shards of this size, if all fits."""
-        return _Packer(items, alignment, size, num_shards * size).pack(order)
-
-    high, found = _easy(attempt, divisors, best)
+    high, offsets = best, None
+    # First sizes that more granules divide than must: boundaries suit them anywhere. Galloping
+    # passes such sizes by, as they are rare.
+    for size in divisors.easy_sizes():
+        if best is not None and size >= best:
+            break
+        if (offsets := attempt(size)) is not None:
+            high = size
+            break
+    # Then gallop up from the least size, for a bound below that.
     size, step, failed = divisors.least, divisors.least // 1024 + 1, 0
     while high is None or size < high:
-        offsets = attempt(size)
-        if offsets is not None:
-            high, found = size, offsets
+        if (tried := attempt(size)) is not None:
+            high, offsets = size, tried
             break
         failed, size, step = size, divisors.next(size + step), step * 2
-    few = _sizes_between(divisors, high, _FEW // max(len(items), 1))
-    if few is None:
-        return _bisect(attempt, failed, high, found, divisors)
-    for size in few:
-        offsets = attempt(size)
-        if offsets is not None:
-            return size, offsets
-    return None if found is None else (high, found)
-
-
-def _sizes_between(divisors: Divisors, high: int, limit: int) -> list[int] | None:
-    """All allowed sizes below `high`, or None where they are more than `limit`."""
-    sizes: list[int] = []
-    size = divisors.least
-    while size < high:
-        if len(sizes) == limit:
-            return None
-        sizes.append(size)
-        size = divisors.next(size + 1)
-    return sizes
-
-
-def _easy(
-    attempt: Callable[[int], list[int] | None], divisors: Divisors, best: Placed | None
-) -> tuple[int | None, list[int] | None]:
-    """A first answer from sizes that more granules divide than must: boundaries suit them anywhere.
-
-    Galloping passes such sizes by, as they are few. Without one, what another order has reached.
-    """
-    for size in divisors.easy_sizes():
-        if best is not None and size >= best.shard_size:
-            break
-        offsets = attempt(size)
-        if offsets is not None:
-            return size, offsets
-    return (None if best is None else best.shard_size), None
-
-
-def _bisect(
-    attempt: Callable[[int], list[int] | None],
-    failed: int,
-    high: int,
-    found: list[int] | None,
-    divisors: Divisors,
-) -> tuple[int, list[int]] | None:
+    bound = high
+    below = list(islice(takewhile(lambda size: size < bound, divisors.sizes()), few + 1))
+    if len(below) <= few:
+        fits = ((size, tried) for size in below if (tried := attempt(size)) is not None)
+        return next(fits, None if offsets is None else (high, offsets))
+    # Bisect between the last size that failed and the bound.
     while failed and high - failed > max(high // 2048, 1):
         middle = divisors.next((failed + high) // 2)
         if middle >= high:
@@ -195,12 +168,11 @@ def _bisect(
             middle = divisors.next(failed + 1)
             if middle >= high:
                 break
-        offsets = attempt(middle)
-        if offsets is None:
+        if (tried := attempt(middle)) is None:
             failed = middle
         else:
-            high, found = middle, offsets
-    return None if found is None else (high, found)
+            high, offsets = middle, tried
+    return None if offsets is None else (high, offsets)
 
 
 class _Packer:

@@ -73,13 +73,7 @@ def _copy(
         )
     spec = target._spec
     if isinstance(source, SpanTensor):
-        own = source._spec
-        if not spec.matches(own):
-            raise ValueError(
-                f"copy_: target has shape {list(spec.shape)} span {spec.start}..{spec.stop}, "
-                f"source shape {list(own.shape)} span {own.start}..{own.stop}: they are "
-                "cut differently; go through torch.distributed.checkpoint or .full_tensor()"
-            )
+        spec.must_match(source._spec, "copy_")
         target._local.copy_(source._local, non_blocking=non_blocking)
     elif source.dim() == 0:
         target._local.copy_(source, non_blocking=non_blocking)

@@ -148,13 +148,7 @@ def local_of(func: OpOverload, value: Any, spec: SpanSpec) -> Any:
     be told to belong to this span.
     """
     if isinstance(value, SpanTensor):
-        if not spec.matches(value._spec):
-            raise ValueError(
-                f"{func}: operands are cut differently: shape {list(spec.shape)} span "
-                f"{spec.start}..{spec.stop}, and shape {list(value._spec.shape)} span "
-                f"{value._spec.start}..{value._spec.stop}. Both must come from one layout; "
-                "broadcasting between ShardedTensors is not supported: use .full_tensor()"
-            )
+        spec.must_match(value._spec, func)
         return value._local
     if not isinstance(value, torch.Tensor):
         return value

@@ -143,8 +143,7 @@ def _variance(
 def _dot(func: OpOverload, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if not isinstance(left, SpanTensor) or not isinstance(right, SpanTensor):
         raise ValueError(f"{func}: both operands must be ShardedTensors")
-    if not left._spec.matches(right._spec):
-        raise ValueError(f"{func}: both operands must be cut alike")
+    left._spec.must_match(right._spec, func)
     wide = _wide(left.dtype)
     product = _total("dot()", lambda a, b: (a.to(wide) * b.to(wide)).sum(), wide, left, right)
     return product.to(left.dtype)
@@ -167,8 +166,7 @@ def _equal(func: OpOverload, left: torch.Tensor, right: torch.Tensor) -> bool:
         )
     if left.shape != right.shape:
         return False
-    if not left._spec.matches(right._spec):
-        raise ValueError("torch.equal: operands are cut differently: compare .full_tensor()")
+    left._spec.must_match(right._spec, "torch.equal")
     unequal = _total(
         "torch.equal", lambda a, b: int(not torch.equal(a, b)), torch.int64, left, right
     )

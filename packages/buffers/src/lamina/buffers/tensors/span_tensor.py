@@ -117,6 +117,17 @@ class SpanSpec:
             and self.ranks == other.ranks
         )
 
+    def must_match(self, other: SpanSpec, operation: object) -> None:
+        """ValueError: elements at the same place are not the same element of the whole."""
+        if not self.matches(other):
+            raise ValueError(
+                f"{operation}: operands are cut differently: shape {list(self.shape)} span "
+                f"{self.start}..{self.stop}, and shape {list(other.shape)} span "
+                f"{other.start}..{other.stop}. Both must come from one layout; broadcasting "
+                "between ShardedTensors is not supported: use .full_tensor(), or go through "
+                "torch.distributed.checkpoint"
+            )
+
     def __deepcopy__(self, memo: dict[int, object]) -> SpanSpec:
         # Nothing here changes, and a communicator has no copy: copied tensors reach the same ranks.
         return self

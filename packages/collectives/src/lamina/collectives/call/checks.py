@@ -65,11 +65,11 @@ def require_disjoint(
 
     `unless` tells what overlap would have been allowed.
     """
-    (name, one), (other_name, other) = first, second
-    if not one.numel() or not other.numel() or one.device != other.device or one.is_meta:
+    (name, tensor), (other_name, other) = first, second
+    if not tensor.numel() or not other.numel() or tensor.device != other.device or tensor.is_meta:
         return
-    start, other_start = one.data_ptr(), other.data_ptr()
-    if start < other_start + other.nbytes and other_start < start + one.nbytes:
+    start, other_start = tensor.data_ptr(), other.data_ptr()
+    if start < other_start + other.nbytes and other_start < start + tensor.nbytes:
         hint = f"; {unless}" if unless else ""
         raise ValueError(
             f"{op} {where(group)}: `{name}` and `{other_name}` share memory{hint}; pass "

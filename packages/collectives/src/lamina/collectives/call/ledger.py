@@ -214,7 +214,7 @@ class Ledger:
 class _DeviceClock:
     """Moves the times of CUDA events to the host's clock.
 
-    Made anew for every reading of records: it sets one event per device now, after all that it
+    Made again for every reading of records: it sets one event per device now, after all that it
     is asked about, so the recording itself needs no synchronisation and no anchor of its own.
     """
 

@@ -78,11 +78,11 @@ def registration_problem(
             f"mem_allocator; use a CUDA build of torch 2.11 or later"
         )
     needed = _SYMMETRIC if symmetric else _USER_BUFFERS
-    found = tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-    if found < needed:
+    version = tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    if version < needed:
         kind = "symmetric windows need" if symmetric else "user buffers need"
         remedy = "; pass symmetric=False, or update NCCL" if symmetric else "; update NCCL"
-        return f"{kind} NCCL {_dotted(needed)} and this is {_dotted(found)}{remedy}"
+        return f"{kind} NCCL {_dotted(needed)} and this is {_dotted(version)}{remedy}"
     return None
 
 

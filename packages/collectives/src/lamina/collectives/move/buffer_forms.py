@@ -68,14 +68,14 @@ def gather(
             f"{buffer.layout.size}; give a buffer that is replicated along the gathered axes"
         )
     # Rank (o, i) holds piece i * O + o, so the outer axis fills a contiguous run of the inner one.
-    held, handle = buffer.data, None
+    piece, handle = buffer.data, None
     for position, ranks in enumerate(groups):
         last = position == len(groups) - 1
-        length = held.numel() * group_size(ranks)
+        length = piece.numel() * group_size(ranks)
         inner = _rank_over(groups[position + 1 :])
         run = whole[inner * length : (inner + 1) * length]
-        handle = all_gather_into(run, held, ranks, async_op=async_op and last)
-        held = run
+        handle = all_gather_into(run, piece, ranks, async_op=async_op and last)
+        piece = run
     assert handle is not None  # noqa: S101 - there is at least one group
     return handle
 

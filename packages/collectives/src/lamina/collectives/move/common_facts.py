@@ -144,7 +144,7 @@ class CommonFacts:
         facts = agreement.facts
         differs = _difference(facts, self._first(facts))
         row = "\n".join((agreement.digest.hex(), self.here, *differs))
-        return f"{self._what}: {_verdict([one.split(chr(10)) for one in self.said(row)])}"
+        return f"{self._what}: {_verdict([said.split(chr(10)) for said in self.said(row)])}"
 
     def said(self, text: str) -> list[str]:
         """What each rank says, cut at 640 bytes (collective)."""
@@ -152,8 +152,8 @@ class CommonFacts:
         rows = rows.to(self._device)
         for ref in self._refs:
             rows = rows_of_all(rows.view(-1), ref.group)
-        found = rows.view(-1, _ROW).tolist()
-        return [bytes(one).decode(errors="replace").rstrip() for one in found]
+        texts = rows.view(-1, _ROW).tolist()
+        return [bytes(text).decode(errors="replace").rstrip() for text in texts]
 
     def _first(self, facts: Sequence[Fact]) -> list[Fact]:
         """The facts of the first rank on every axis."""
@@ -184,17 +184,17 @@ def _verdict(rows: Sequence[Sequence[str]]) -> str:
     usual = Counter(row[0] for row in rows).most_common(1)[0][0]
     first, odd = rows[0], [row for row in rows if row[0] != usual]
     if first[0] == usual:
-        told = [
+        differences = [
             f"{name} is {mine} on {rank} and {other} on {first[1]}"
             for _, rank, name, mine, other in odd[:4]
         ]
     else:
         _, rank, name, mine, other = next(row for row in rows if row[0] == usual)
-        told = [f"{name} is {other} on {first[1]} and {mine} on {rank}"]
+        differences = [f"{name} is {other} on {first[1]} and {mine} on {rank}"]
     more = f"; {len(odd)} of {len(rows)} ranks differ" if len(odd) > 1 else ""
     return (
-        f"ranks do not agree: {'; '.join(told)}{more}. All ranks must make the same thing, with "
-        "the same settings, in the same order"
+        f"ranks do not agree: {'; '.join(differences)}{more}. All ranks must make the same thing, "
+        "with the same settings, in the same order"
     )
 
 
@@ -219,8 +219,8 @@ def describe(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(map(describe, value)) + ")"
     if is_dataclass(value) and not isinstance(value, type):
-        held = (f"{one.name}={describe(getattr(value, one.name))}" for one in fields(value))
-        return f"{type(value).__name__}({', '.join(held)})"
+        pairs = (f"{each.name}={describe(getattr(value, each.name))}" for each in fields(value))
+        return f"{type(value).__name__}({', '.join(pairs)})"
     named = value if isinstance(value, (type, Callable)) else type(value)  # type: ignore[arg-type]
     return str(getattr(named, "__qualname__", type(value).__qualname__))
 

@@ -79,9 +79,33 @@ def send_recv(
     between = partial(_unless_near, target, sent)
     lane = lane_of(group)
     call = issue("send_recv", lane, dtype, sent, between=between, async_op=True)
-    outgoing, incoming = _payloads(sends), _payloads(received)
-    start = partial(_post, outgoing, incoming, target, source, group, device)
-    handle = launch(Handle(call, (*sends, *received)), lane, device, start)
+    # Bytes travel as bytes: backends know few dtypes (gloo neither fp8 nor uint16).
+    outgoing = [tensor.view(-1).view(torch.uint8) for tensor in sends]
+    incoming = [tensor.detach().view(-1).view(torch.uint8) for tensor in received]
+
+    def post() -> Completion:
+        if device.type == "meta":
+            return nothing_left
+        if served_by_gloo(group, device):
+            ends = [
+                exchange([(target, out)], [(source, into)], group, device)
+                for out, into in zip(outgoing, incoming, strict=True)
+            ]
+            return lambda: [end() for end in ends]
+        # In one batch: with NCCL, sends and receives posted one by one would wait for each other.
+        operations = [
+            dist.P2POp(moves, tensor, group=group, group_peer=peer)
+            for moves, tensors, peer in (
+                (dist.isend, outgoing, target),
+                (dist.irecv, incoming, source),
+            )
+            for tensor in tensors
+            if tensor.numel()
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return partial(wait_all, *works)
+
+    handle = launch(Handle(call, (*sends, *received)), lane, device, post)
     return Pending(handle, lambda: received)
 
 
@@ -105,15 +129,15 @@ def ring(
             f"ring {where(group)}: shift={shift} has the divisor {math.gcd(shift, size)} in common "
             f"with the {size} ranks, so tensors would not reach all of them; use 1 or -1"
         )
-    held = tuple(tensors)
+    at_hand = tuple(tensors)
     buffers: list[tuple[torch.Tensor, ...] | None] = [None, None]
     for step in range(size):
         passing = None
-        if step + 1 < size:
-            passing = send_recv(held, group, shift, out=buffers[step % 2])
-        yield (rank - step * shift) % size, held
+        if step + 1 < size:  # the last set is at its last rank
+            passing = send_recv(at_hand, group, shift, out=buffers[step % 2])
+        yield (rank - step * shift) % size, at_hand
         if passing is not None:
-            held = buffers[step % 2] = passing.wait()
+            at_hand = buffers[step % 2] = passing.wait()
 
 
 def _sources(
@@ -150,43 +174,6 @@ def _destinations(
                 "send_recv", group, (f"out[{place}]", target), (f"tensors[{other}]", sent)
             )
     return tuple(out)
-
-
-def _payloads(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors as flat bytes: backends know few dtypes (gloo neither fp8 nor uint16)."""
-    return [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
-
-
-def _post(
-    outgoing: list[torch.Tensor],
-    incoming: list[torch.Tensor],
-    target: int,
-    source: int,
-    group: ProcessGroup,
-    device: torch.device,
-) -> Completion:
-    if device.type == "meta":
-        return nothing_left
-    if served_by_gloo(group, device):
-        completions = [
-            exchange([(target, send)], [(source, receive)], group, device)
-            for send, receive in zip(outgoing, incoming, strict=True)
-        ]
-
-        def finish() -> None:
-            for complete in completions:
-                complete()
-
-        return finish
-    # In one batch: with NCCL, sends and receives posted one by one would wait for each other.
-    operations = [
-        dist.P2POp(moves, tensor, group=group, group_peer=peer)
-        for moves, tensors, peer in ((dist.isend, outgoing, target), (dist.irecv, incoming, source))
-        for tensor in tensors
-        if tensor.numel()
-    ]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return lambda: wait_all(*works)
 
 
 def send_operation(

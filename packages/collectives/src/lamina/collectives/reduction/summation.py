@@ -123,12 +123,12 @@ def sum_chunks(
     if isinstance(chunks, torch.Tensor) and not wire.plain:
         chunks, wire = _decoded(chunks, wire, output.numel()), Wire(Cast(wire.sum_dtype))
     wanted = None if kept is None else (kept.squared_norm, kept.nonfinite)
-    found: tuple[torch.Tensor, torch.Tensor] | None
+    measured: tuple[torch.Tensor, torch.Tensor] | None
     if isinstance(chunks, PeerChunks):
         _triton_sum()(chunks, output, factor, accumulate, wanted)
         return
     if output.device.type == "cpu":
-        found = fused_sum(chunks, output, factor, accumulate, kept is not None, wire, buffers)
+        measured = fused_sum(chunks, output, factor, accumulate, kept is not None, wire, buffers)
     else:
         if not isinstance(chunks, torch.Tensor):  # one rank alone
             (alone,) = chunks
@@ -139,10 +139,10 @@ def sum_chunks(
             _triton_sum()(chunks, output, factor, accumulate, wanted)
             return
         # float64 on a GPU serves comparisons, not training: plain operations are fast enough.
-        found = reference_sum([sum_rows(chunks)], output, factor, accumulate)
-    if kept is not None and found is not None:
-        kept.squared_norm.copy_(found[0])
-        kept.nonfinite.copy_(found[1])
+        measured = reference_sum([sum_rows(chunks)], output, factor, accumulate)
+    if kept is not None and measured is not None:
+        kept.squared_norm.copy_(measured[0])
+        kept.nonfinite.copy_(measured[1])
 
 
 def _decoded(rows: torch.Tensor, wire: Wire, numel: int) -> torch.Tensor:

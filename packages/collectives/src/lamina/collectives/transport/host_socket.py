@@ -68,8 +68,8 @@ class HostSocket:
                     self._arrived.acquire()
                     self._reading = False
                     self._arrived.notify_all()
-                found, *numbers = _RECORD.unpack(record)
-                self._inbox[found] = (numbers[0], numbers[1])
+                arrived, first, second = _RECORD.unpack(record)
+                self._inbox[arrived] = first, second
             return self._inbox.pop(key)
 
     def _read(self) -> bytes:
@@ -148,7 +148,7 @@ class HostSocketListener:
                         "the group, on this host, to connect"
                     )
                 # Calls come first: a rank may have called and ended.
-                for key, _ in sorted(ready, key=lambda one: one[0].data is not None):
+                for key, _ in sorted(ready, key=lambda event: event[0].data is not None):
                     if key.fileobj is self._socket:
                         self._take_call(selector, stack, set(callers.values()))
                         continue

@@ -213,8 +213,8 @@ def open_window(group: ProcessGroup | None, device: torch.device) -> None:
         window, reason = _make_window(group, device)
     lane.windows[device] = window
     if group.rank() == 0:
-        told = "read each other's memory" if window else f"exchange messages: {reason}"
-        _LOGGER.info("collectives %s: its ranks %s", where(group), told)
+        choice = "read each other's memory" if window else f"exchange messages: {reason}"
+        _LOGGER.info("collectives %s: its ranks %s", where(group), choice)
 
 
 def _refusal(group: ProcessGroup, device: torch.device) -> str | None:
@@ -255,7 +255,7 @@ def _reads_right(window: PeerWindow, device: torch.device) -> bool:
     whole = torch.arange(1000 * window.size, device=device, dtype=torch.float32)
     right = True
     for _ in range(2):
-        found = torch.zeros_like(whole)
-        window.gather(found.view(window.size, -1), own)
-        right = right and torch.equal(found, whole)
+        gathered = torch.zeros_like(whole)
+        window.gather(gathered.view(window.size, -1), own)
+        right = right and torch.equal(gathered, whole)
     return right

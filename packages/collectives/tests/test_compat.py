@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives import compat
-from lamina.collectives.call.collective import Call
 from lamina.collectives.transport.groups import backend_name
+from lamina.collectives.transport.lanes import Call
 
 
 def torch_with(*names: str) -> types.SimpleNamespace:

@@ -29,8 +29,8 @@ from lamina.collectives import (
     send_recv,
 )
 from lamina.collectives.call import collective
-from lamina.collectives.call.collective import Call
 from lamina.collectives.engine import Span, all_reduce_small, broadcast, purpose, start_all_reduce
+from lamina.collectives.transport.lanes import Call
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 

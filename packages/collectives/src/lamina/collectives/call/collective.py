@@ -39,9 +39,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Generic, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 from torch.distributed import ProcessGroup
@@ -50,19 +49,17 @@ from torch.profiler import record_function
 from lamina.collectives.call.checks import require_disjoint, require_flat, require_same_device
 from lamina.collectives.compat import (
     get_in_thread,
-    has_ended,
     is_in_thread,
     profiling,
     remove_from_thread,
     set_in_thread,
 )
 from lamina.collectives.transport.groups import served_by_gloo, where
-from lamina.collectives.transport.lanes import Job, Lane, lane_of, lanes
+from lamina.collectives.transport.lanes import Call, Job, Lane, lane_of, lanes
 from lamina.collectives.transport.transport import Completion
 from lamina.mesh.engine import Activity, Wait, host_runs, running_watchdog
 
 __all__ = [
-    "Call",
     "Collective",
     "DamagedMessageError",
     "Handle",
@@ -80,7 +77,6 @@ __all__ = [
 ]
 
 _LOOK_AROUND = 1.0  # seconds
-_LONG = 1.0  # seconds; younger events are not asked
 _NO_SPAN = nullcontext()
 """Stands in for a `record_function` where no profiler records."""
 
@@ -121,90 +117,8 @@ class Span:
             self._open = None
 
 
-class Recorder(Protocol):
-    """What a ledger implements. Calls arrive from any thread."""
-
-    def issued(self, call: Call) -> None:
-        """A collective was launched; its times other than `issued_ns` are still None."""
-
-
-@dataclass(eq=False)
-class Call:
-    """One collective, from its launch to its end.
-
-    Attributes:
-        op: name of the public function ("reduce_scatter_fp32", "all_gather_into", ...).
-        axis: the group's description (the mesh axis), or "self" for a group of one.
-        group_size: number of ranks.
-        dtype: wire dtype.
-        nbytes: bytes this rank sends to the other ranks, where every byte that another rank needs
-            is counted once and sent by its owner: no ring, tree or chunking of the transport
-            changes it (docs/collectives.md has the table).
-        between: those of them that go to ranks of other hosts; 0 where nobody records.
-        async_op: whether the caller got a handle to wait on.
-        issued_ns, finished_ns, waited_ns: `time.perf_counter_ns` of the launch, of the end of the
-            transport (None until known) and of the first `wait` (None where nobody waited).
-        device_events: on CUDA, the timing events before and after the collective on its stream, for
-            recorders that want the device's times, and then that of the moment the compute stream
-            reached the first `wait`; None elsewhere.
-        device_ended: on CUDA, the event after the collective on its stream.
-        purpose: the unit or bucket that it is for, in words.
-        number: how many collectives this rank has begun in the group, this one included.
-    """
-
-    op: str
-    axis: str
-    group_size: int
-    dtype: torch.dtype
-    nbytes: int
-    async_op: bool
-    issued_ns: int
-    finished_ns: int | None = None
-    waited_ns: int | None = None
-    device_events: list[torch.cuda.Event] | None = None
-    device_ended: torch.cuda.Event | None = None
-    purpose: str = ""
-    number: int = 0
-    between: int = 0
-    _recorders: tuple[Recorder, ...] = ()
-
-    @property
-    def recorded(self) -> bool:
-        """True if anyone looks (so that device timing events are worth making).
-
-        False while a CUDA graph is captured: a captured event has no time of its own.
-        """
-        if not self._recorders:
-            return False
-        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return not (in_use and torch.cuda.is_current_stream_capturing())
-
-    def finish(self) -> None:
-        """Note the end of the transport; only the first note counts."""
-        # No lock: a handle's `wait` comes to this only after the worker that has noted it before.
-        if self.finished_ns is None:
-            self.finished_ns = time.perf_counter_ns()
-
-    def what(self) -> str:
-        """The operation, and what it is for."""
-        return f"{self.op} of {self.purpose}" if self.purpose else self.op
-
-    def title(self) -> str:
-        """The same, and along which axis."""
-        return f"{self.what()} ({self.axis})"
-
-    def waited_for(self) -> float | None:
-        """Seconds since which somebody waits for it; None if nobody does."""
-        now = time.perf_counter_ns()
-        if (ended := self.device_ended) is not None:  # the host waits for nothing; the device may
-            late = (now - self.issued_ns) / 1e9
-            if late >= _LONG and has_ended(ended):
-                self.device_ended = None  # asked once more it would answer the same
-            elif late >= _LONG:
-                return late
-            return None
-        since = self.waited_ns if self.async_op else self.issued_ns
-        return None if since is None or self.finished_ns is not None else (now - since) / 1e9
+Recorder: TypeAlias = Callable[[Call], None]
+"""Takes note of a collective that is launched, on any thread; its other times are still None."""
 
 
 def activity() -> Activity:
@@ -276,7 +190,8 @@ def issue(
     recorders = get_in_thread(_KEY) if is_in_thread(_KEY) else ()
     axis, size = ("self", 1) if lane is None else (lane.axis, lane.size)
     now, served = time.perf_counter_ns(), purpose.get()
-    call = Call(op, axis, size, dtype, nbytes, async_op, now, purpose=served, _recorders=recorders)
+    call = Call(op, axis, size, dtype, nbytes, async_op, now, purpose=served)
+    call.is_recorded = bool(recorders)
     if lane is not None and size > 1:
         if not lane.newest and (watchdog := running_watchdog()) is not None:
             watchdog.watch(activity)
@@ -287,7 +202,7 @@ def issue(
             far = nbytes * (size - len(near)) // (size - 1)
             call.between = far if between is None else between(near)
     for recorder in recorders:
-        recorder.issued(call)
+        recorder(call)
     return call
 
 

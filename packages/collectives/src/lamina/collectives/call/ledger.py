@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lamina.collectives.call.collective import Call, install, remove
+from lamina.collectives.call.collective import install, remove
+from lamina.collectives.transport.lanes import Call
 
 __all__ = ["Ledger", "Record"]
 
@@ -120,13 +121,13 @@ class Ledger:
             raise RuntimeError(
                 "this Ledger is already open: nest a second Ledger() instead, or leave it first"
             )
-        install(self)
+        install(self.issued)
         self._open = True
         return self
 
     def __exit__(self, *exception: object) -> None:
         try:
-            remove(self)
+            remove(self.issued)
         except ValueError:
             raise RuntimeError(
                 "this Ledger was entered on another thread; a ledger belongs to the thread that "
@@ -135,7 +136,7 @@ class Ledger:
         self._open = False
 
     def issued(self, call: Call) -> None:
-        """Take note of a call (from `record`; any thread)."""
+        """Take note of a call (from `issue`; any thread)."""
         if call.group_size > 1:  # a group of one moves nothing
             self._calls.append(call)
 

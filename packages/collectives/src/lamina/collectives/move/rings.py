@@ -23,7 +23,7 @@ from lamina.collectives.call.collective import Handle, Pending, issue, launch
 from lamina.collectives.compat import one_graph_break
 from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
 from lamina.collectives.transport.lanes import lane_of
-from lamina.collectives.transport.transport import Completion, exchange, nothing_left, wait_all
+from lamina.collectives.transport.transport import Completion, end_of, exchange, nothing_left
 
 __all__ = ["Message", "receive_operation", "ring", "send_operation", "send_recv"]
 
@@ -103,7 +103,7 @@ def send_recv(
             if tensor.numel()
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        return partial(wait_all, *works)
+        return lambda: [end_of(work)() for work in works]
 
     handle = launch(Handle(call, (*sends, *received)), lane, device, post)
     return Pending(handle, lambda: received)

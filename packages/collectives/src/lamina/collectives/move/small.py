@@ -16,7 +16,7 @@ from lamina.collectives.move.shaped import start_all_gather
 from lamina.collectives.reduction.summation import sum_rows
 from lamina.collectives.transport.groups import group_rank, group_size, where
 from lamina.collectives.transport.lanes import lane_of
-from lamina.collectives.transport.transport import Completion, nothing_left, wait_all
+from lamina.collectives.transport.transport import Completion, end_of, nothing_left
 from lamina.mesh.engine import group_ref, live_group
 
 __all__ = ["SmallReduction", "SpanGroups", "all_reduce_small", "broadcast", "host_device"]
@@ -72,7 +72,7 @@ def broadcast(
         if group is None or size == 1 or payload.numel() == 0 or payload.is_meta:
             return nothing_left
         work = dist.broadcast(payload, group=group, group_src=src, async_op=True)
-        return lambda: wait_all(work)
+        return end_of(work)
 
     return launch(Handle(call, (tensor,)), lane, tensor.device, start)
 
@@ -148,7 +148,7 @@ class SmallReduction:
             assert self._lane is not None  # noqa: S101 - one rank alone has returned
             group = self._lane.group
             work = dist.all_reduce(packed, _BACKEND[self._op], group, async_op=True)
-            return nothing_left if work is None else work.wait
+            return end_of(work)
 
         launch(Handle(call, (packed,)), self._lane, self._device, start)
         pieces = torch.split(packed, [tensor.numel() for tensor in tensors])

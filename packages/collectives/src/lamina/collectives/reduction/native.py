@@ -19,7 +19,7 @@ from lamina.collectives.reduction.codec import Cast, GradientCodec, Wire
 from lamina.collectives.reduction.ordered import Reduction
 from lamina.collectives.reduction.summation import Epilogue, sum_chunks
 from lamina.collectives.transport.groups import where
-from lamina.collectives.transport.transport import Completion, wait_all
+from lamina.collectives.transport.transport import Completion, end_of
 
 __all__ = ["NativeReduction"]
 
@@ -76,6 +76,6 @@ class NativeReduction(Reduction):
         self, work: Work | None, total: torch.Tensor, output: torch.Tensor, epilogue: Epilogue
     ) -> None:
         """Wait for the backend's sum; bring it, scaled and measured, to where it was asked for."""
-        wait_all(work)
+        end_of(work)()
         if total is not output or epilogue != Epilogue():
             sum_chunks([total], output, epilogue, self._wire)

@@ -119,30 +119,26 @@ def sum_chunks(
     """
     if output.device.type == "meta":
         return
-    factor, accumulate, kept = epilogue.factor, epilogue.accumulate, epilogue.statistics
     if isinstance(chunks, torch.Tensor) and not wire.plain:
         chunks, wire = _decoded(chunks, wire, output.numel()), Wire(Cast(wire.sum_dtype))
-    wanted = None if kept is None else (kept.squared_norm, kept.nonfinite)
-    measured: tuple[torch.Tensor, torch.Tensor] | None
-    if isinstance(chunks, PeerChunks):
-        _triton_sum()(chunks, output, factor, accumulate, wanted)
+    if output.device.type == "cpu" and not isinstance(chunks, PeerChunks):
+        fused_sum(chunks, output, epilogue, wire, buffers)
         return
-    if output.device.type == "cpu":
-        measured = fused_sum(chunks, output, factor, accumulate, kept is not None, wire, buffers)
-    else:
-        if not isinstance(chunks, torch.Tensor):  # one rank alone
-            (alone,) = chunks
-            assert isinstance(alone, torch.Tensor)  # noqa: S101 - on a GPU nothing else comes
-            encoded = alone.view(1, -1)
-            chunks = encoded if wire.plain else _decoded(encoded, wire, output.numel())
-        if wire.sum_dtype != torch.float64:
-            _triton_sum()(chunks, output, factor, accumulate, wanted)
-            return
-        # float64 on a GPU serves comparisons, not training: plain operations are fast enough.
-        measured = reference_sum([sum_rows(chunks)], output, factor, accumulate)
-    if kept is not None and measured is not None:
-        kept.squared_norm.copy_(measured[0])
-        kept.nonfinite.copy_(measured[1])
+    if not isinstance(chunks, (torch.Tensor, PeerChunks)):  # one rank alone
+        (alone,) = chunks
+        assert isinstance(alone, torch.Tensor)  # noqa: S101 - on a GPU nothing else comes
+        encoded = alone.view(1, -1)
+        chunks = encoded if wire.plain else _decoded(encoded, wire, output.numel())
+    factor, accumulate, statistics = epilogue.factor, epilogue.accumulate, epilogue.statistics
+    if wire.sum_dtype != torch.float64 or isinstance(chunks, PeerChunks):
+        filled = None if statistics is None else (statistics.squared_norm, statistics.nonfinite)
+        _triton_sum()(chunks, output, factor, accumulate, filled)
+        return
+    # float64 on a GPU serves comparisons, not training: plain operations are fast enough.
+    squared_norm, nonfinite = reference_sum([sum_rows(chunks)], output, factor, accumulate)
+    if statistics is not None:
+        statistics.squared_norm.copy_(squared_norm)
+        statistics.nonfinite.copy_(nonfinite)
 
 
 def _decoded(rows: torch.Tensor, wire: Wire, numel: int) -> torch.Tensor:
@@ -170,22 +166,21 @@ def _triton_sum() -> Callable[..., None]:
 def fused_sum(
     chunks: Chunks,
     output: torch.Tensor,
-    factor: float | None = None,
-    accumulate: bool = False,
-    statistics: bool = True,
+    epilogue: Epilogue,
     wire: Wire | None = None,
     buffers: SumBuffers | None = None,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Sum `chunks` on a CPU in the fixed tree into `output`; arguments as in `Epilogue`.
+) -> None:
+    """Sum `chunks` on a CPU in the fixed tree into `output`.
 
     A chunk may be `output` itself, or lie in the memory of another process of this host, from
-    which each block is read just before it is summed. `statistics=False` leaves out the norm and
-    returns None.
+    which each block is read just before it is summed.
     """
+    factor, accumulate, statistics = epilogue.factor, epilogue.accumulate, epilogue.statistics
     numel, wire = output.numel(), wire or Wire(Cast(chunks[0].dtype))
     sum_of = _BlockSum(chunks, wire, buffers or SumBuffers())
     block = sum_of.block
-    squares = torch.zeros(-(-numel // _ROW) if statistics else 0, dtype=torch.float64, device="cpu")
+    rows = 0 if statistics is None else -(-numel // _ROW)
+    squares = torch.zeros(rows, dtype=torch.float64, device="cpu")
     direct = not accumulate and output.dtype == wire.sum_dtype
     for chunk in () if isinstance(chunks, torch.Tensor) else chunks:
         # A sum must not overwrite a chunk that it still reads.
@@ -206,16 +201,17 @@ def fused_sum(
             target.copy_(total.add_(target.to(total.dtype)))
         elif not direct:
             target.copy_(total)
-        if statistics:
+        if statistics is not None:
             sum_of.squares(target, squares[start // _ROW :])
-    if not statistics:
-        return None
+    if statistics is None:
+        return
     squared_norm = squares.sum()
     finite = math.isfinite(squared_norm.item())
     if not finite and output.dtype == torch.float64:
         # Squares of finite float64 values may overflow, those of float32 may not.
         finite = bool(output.isfinite().all())
-    return squared_norm, torch.tensor(not finite, device="cpu")
+    statistics.squared_norm.copy_(squared_norm)
+    statistics.nonfinite.fill_(not finite)
 
 
 class _BlockSum:

@@ -125,16 +125,20 @@ class GlooExchange:
         if pinned:  # such pages may be closed to other processes
             tensor = torch.empty_like(tensor, pin_memory=False).copy_(tensor)
         self._lent.append((peer, tensor))
-        peer.announce(self._tag, tensor.data_ptr(), tensor.nbytes)
+        peer.connection.send(2 * self._tag, tensor.data_ptr(), tensor.nbytes)
 
     def _announced(self, source: int, peer: HostPeer, numel: int) -> RemoteMemory:
         """Wait until a rank of this host has said where its bytes lie."""
-        address, nbytes = peer.take_announcement(self._tag)
+        address, nbytes = peer.connection.take(2 * self._tag)
         expected = numel * self._dtype.itemsize
         if nbytes != expected:
-            peer.acknowledge(self._tag, expected)  # or it would wait for ever
+            self._acknowledge(peer, expected)  # or it would wait for ever
             raise self._mismatch(f"rank {source} sends {nbytes} bytes to this rank", expected)
         return RemoteMemory(peer, address, numel, self._dtype)
+
+    def _acknowledge(self, peer: HostPeer, nbytes: int) -> None:
+        """Tell a rank of this host how many of its bytes were read, or expected."""
+        peer.connection.send(2 * self._tag + 1, nbytes, 0)
 
     def fill(self) -> None:
         """Wait until everything is where it was asked for, and nobody needs this rank's buffers.
@@ -151,7 +155,7 @@ class GlooExchange:
                 work.wait()
             elif isinstance(arriving, HostPeer) and target is not None:
                 self._announced(source, arriving, numel).read(0, target)
-                arriving.acknowledge(self._tag, target.nbytes)
+                self._acknowledge(arriving, target.nbytes)
         self._finish_sends()
 
     def chunks(self) -> list[Chunk]:
@@ -177,7 +181,7 @@ class GlooExchange:
         """Wait, with the chunks read, until nobody needs this rank's buffers; raises as `fill`."""
         for (arriving, _), (_, numel, _) in zip(self._arriving, self._receives, strict=True):
             if isinstance(arriving, HostPeer):
-                arriving.acknowledge(self._tag, numel * self._dtype.itemsize)
+                self._acknowledge(arriving, numel * self._dtype.itemsize)
             elif isinstance(arriving, ChunkedMessage):
                 arriving.close()
         self._finish_sends()
@@ -190,7 +194,7 @@ class GlooExchange:
             if work is not None:
                 work.wait()
         for peer, tensor in self._lent:
-            read = peer.take_acknowledgement(self._tag)
+            read, _ = peer.connection.take(2 * self._tag + 1)
             if read != tensor.nbytes:
                 what = f"this rank sends {tensor.nbytes} bytes to rank {peer.rank}"
                 raise self._mismatch(what, read)

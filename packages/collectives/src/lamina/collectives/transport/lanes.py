@@ -27,17 +27,20 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
 from torch.distributed import ProcessGroup
 
+from lamina.collectives.compat import has_ended
 from lamina.collectives.transport.groups import no_group
 from lamina.collectives.transport.shared_host import HostPeer, find_host_peers
 from lamina.mesh.engine import GroupRef, ends_with_groups, ranks_of
 
 __all__ = [
+    "Call",
     "Job",
     "Lane",
     "ScratchPool",
@@ -54,21 +57,87 @@ _FIRST_TAG = 1 << 24
 _TAGS = 1 << 24
 _PATIENCE = 4.0  # seconds: what nobody waits for may need ranks that are gone
 _MOST_SCRATCH = 64 << 20  # bytes that a group keeps
+_LONG = 1.0  # seconds; younger events are not asked
 
 
-class LoggedCall(Protocol):
-    """A collective, as those who look at a lane see it."""
+@dataclass(eq=False)
+class Call:
+    """One collective, from its launch to its end.
 
+    Attributes:
+        op: name of the public function ("reduce_scatter_fp32", "all_gather_into", ...).
+        axis: the group's description (the mesh axis), or "self" for a group of one.
+        group_size: number of ranks.
+        dtype: wire dtype.
+        nbytes: bytes this rank sends to the other ranks, where every byte that another rank needs
+            is counted once and sent by its owner: no ring, tree or chunking of the transport
+            changes it (docs/collectives.md has the table).
+        between: those of them that go to ranks of other hosts; 0 where nobody records.
+        async_op: whether the caller got a handle to wait on.
+        issued_ns, finished_ns, waited_ns: `time.perf_counter_ns` of the launch, of the end of the
+            transport (None until known) and of the first `wait` (None where nobody waited).
+        device_events: on CUDA, the timing events before and after the collective on its stream, for
+            recorders that want the device's times, and then that of the moment the compute stream
+            reached the first `wait`; None elsewhere.
+        device_ended: on CUDA, the event after the collective on its stream.
+        purpose: the unit or bucket that it is for, in words.
+        number: how many collectives this rank has begun in the group, this one included.
+        is_recorded: whether a recorder has it.
+    """
+
+    op: str
     axis: str
+    group_size: int
+    dtype: torch.dtype
+    nbytes: int
+    async_op: bool
     issued_ns: int
-    finished_ns: int | None
-    number: int
+    finished_ns: int | None = None
+    waited_ns: int | None = None
+    device_events: list[torch.cuda.Event] | None = None
+    device_ended: torch.cuda.Event | None = None
+    purpose: str = ""
+    number: int = 0
+    between: int = 0
+    is_recorded: bool = False
+
+    @property
+    def recorded(self) -> bool:
+        """True if anyone looks (so that device timing events are worth making).
+
+        False while a CUDA graph is captured: a captured event has no time of its own.
+        """
+        if not self.is_recorded:
+            return False
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return not (in_use and torch.cuda.is_current_stream_capturing())
+
+    def finish(self) -> None:
+        """Note the end of the transport; only the first note counts."""
+        # No lock: a handle's `wait` comes to this only after the worker that has noted it before.
+        if self.finished_ns is None:
+            self.finished_ns = time.perf_counter_ns()
 
     def what(self) -> str:
         """The operation, and what it is for."""
+        return f"{self.op} of {self.purpose}" if self.purpose else self.op
+
+    def title(self) -> str:
+        """The same, and along which axis."""
+        return f"{self.what()} ({self.axis})"
 
     def waited_for(self) -> float | None:
         """Seconds since which somebody waits for it; None if nobody does."""
+        now = time.perf_counter_ns()
+        if (ended := self.device_ended) is not None:  # the host waits for nothing; the device may
+            late = (now - self.issued_ns) / 1e9
+            if late >= _LONG and has_ended(ended):
+                self.device_ended = None  # asked once more it would answer the same
+            elif late >= _LONG:
+                return late
+            return None
+        since = self.waited_ns if self.async_op else self.issued_ns
+        return None if since is None or self.finished_ns is not None else (now - since) / 1e9
 
 
 class Job:
@@ -78,7 +147,7 @@ class Job:
     collective that it is a part of, unless it failed.
     """
 
-    def __init__(self, run: Callable[[], object], call: LoggedCall | None = None) -> None:
+    def __init__(self, run: Callable[[], object], call: Call | None = None) -> None:
         self._work: Callable[[], object] | None = run
         self._call = call
         self._inference = torch.is_inference_mode_enabled()
@@ -142,7 +211,7 @@ class Worker:
         self._jobs: deque[Job] = deque()
         self._running = False
 
-    def submit(self, run: Callable[[], object], call: LoggedCall | None = None) -> Job:
+    def submit(self, run: Callable[[], object], call: Call | None = None) -> Job:
         """Run work, of a collective, after all that was submitted before it."""
         job = Job(run, call)
         with self._lock:
@@ -266,7 +335,7 @@ class Lane:
         self.windows: dict[torch.device, Any] = {}
         """Per GPU what `open_window` found: a `PeerWindow`, or None."""
         self.scratch_pool = ScratchPool()
-        self.newest: deque[LoggedCall] = deque(maxlen=16)
+        self.newest: deque[Call] = deque(maxlen=16)
         """The last collectives that this rank has begun in the group."""
 
     @property

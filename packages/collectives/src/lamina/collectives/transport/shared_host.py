@@ -47,24 +47,12 @@ class HostPeer:
     process: int
     socket: HostSocket | None = field(default=None, compare=False)
 
-    def announce(self, tag: int, address: int, nbytes: int) -> None:
-        """Tell the peer where the bytes that it shall read in an exchange lie."""
-        self._connected.send(2 * tag, address, nbytes)
-
-    def take_announcement(self, tag: int) -> tuple[int, int]:
-        """Wait until the peer says where its bytes lie: address and number of bytes."""
-        return self._connected.take(2 * tag)
-
-    def acknowledge(self, tag: int, nbytes: int) -> None:
-        """Tell the peer that its bytes were read (or how many were expected)."""
-        self._connected.send(2 * tag + 1, nbytes, 0)
-
-    def take_acknowledgement(self, tag: int) -> int:
-        """Wait until the peer has read: the number of bytes it read, or expected."""
-        return self._connected.take(2 * tag + 1)[0]
-
     @property
-    def _connected(self) -> HostSocket:
+    def connection(self) -> HostSocket:
+        """Where the two tell each other in an exchange with a tag: under twice the tag the sender
+        the address and the number of its bytes, and under the next key the receiver how many it
+        has read, or expected.
+        """
         assert self.socket is not None  # noqa: S101 - only `_believe` makes one without
         return self.socket
 

@@ -15,7 +15,6 @@ that have no kind: rings, and rows whose numbers differ from call to call.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -31,12 +30,12 @@ from lamina.mesh.engine import GroupRef
 
 __all__ = [
     "Completion",
+    "end_of",
     "exchange",
     "exchange_rows",
     "nothing_left",
     "route_for",
     "use_messages",
-    "wait_all",
 ]
 
 Completion: TypeAlias = Callable[[], object]
@@ -174,7 +173,7 @@ class _BackendRoute:
     ) -> Completion:
         if self._by_backend:
             work = all_gather_single(output, input, self._ref.group, async_op=True)
-            return partial(wait_all, work)
+            return end_of(work)
         pieces = self._cut(output)
         sends = [(peer, input) for peer, _ in pieces]
         complete = exchange(sends, pieces, self._ref.group, self._device, tag)
@@ -192,7 +191,7 @@ class _BackendRoute:
         if self._by_backend:
             received = scratch[: self._total]
             work = dist.all_to_all_single(received, input, group=group, async_op=True)
-            return _Rows(received.view(size, -1), partial(wait_all, work))
+            return _Rows(received.view(size, -1), end_of(work))
         sends = self._cut(input)
         rows = scratch[: size * sends[rank][1].numel()].view(size, -1)
         rows[rank].copy_(sends[rank][1])
@@ -253,7 +252,7 @@ def exchange_rows(
     if not served_by_gloo(group, input.device):
         incoming, outgoing = (None, None) if even else (list(receives), list(sends))
         work = dist.all_to_all_single(output, input, incoming, outgoing, group, async_op=True)
-        return partial(wait_all, work)
+        return end_of(work)
     rows, room = torch.split(input, list(sends)), torch.split(output, list(receives))
     pairs = list(enumerate(rows)), list(enumerate(room))
     complete = exchange(*pairs, group, input.device)
@@ -269,11 +268,9 @@ def _gloo_exchange(
     return GlooExchange(lane_of(group), sends, incoming, dtype, tag, direct=direct)
 
 
-def wait_all(*works: Work | None) -> None:
-    """Wait for each of `works`; None (a call that had nothing to do) is done."""
-    for work in works:
-        if work is not None:
-            work.wait()
+def end_of(work: Work | None) -> Completion:
+    """What waits for a collective of the backend; None is a call that had nothing to do."""
+    return nothing_left if work is None else work.wait
 
 
 def _staged(sends: Pairs, receives: Pairs, group: ProcessGroup, tag: int) -> Completion:

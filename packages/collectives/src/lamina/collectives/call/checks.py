@@ -103,6 +103,7 @@ def require_agreement(
     mine = f"{call}({', '.join(f'{name}={value}' for name, value in facts.items())})"
     encoded = mine.encode()[:_LENGTH].ljust(_LENGTH)
     message = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    # Texts of one length, so that this message fits even where the calls do not.
     rows = rows_of_all(message, group).tolist()
     said = [bytes(row).decode(errors="replace").rstrip() for row in rows]
     if len(set(said)) > 1:

@@ -187,17 +187,18 @@ def issue(
             "Give a child what it needs (tensors of full_parameters, from the rank), or start it "
             "by multiprocessing's 'spawn' with groups of its own"
         )
-    recorders = get_in_thread(_KEY) if is_in_thread(_KEY) else ()
+    recorders = get_in_thread(_KEY) if is_in_thread(_KEY) else ()  # see Note [Who records]
     axis, size = ("self", 1) if lane is None else (lane.axis, lane.size)
     now, served = time.perf_counter_ns(), purpose.get()
     call = Call(op, axis, size, dtype, nbytes, async_op, now, purpose=served)
     call.is_recorded = bool(recorders)
     if lane is not None and size > 1:
+        # The watchdog reads the lane's newest calls, but only a lane that has any.
         if not lane.newest and (watchdog := running_watchdog()) is not None:
             watchdog.watch(activity)
         call.number = lane.newest[-1].number + 1 if lane.newest else 1
         lane.newest.append(call)
-        if recorders:
+        if recorders:  # nobody else asks what went to other hosts
             near = host_runs(lane.group).near
             far = nbytes * (size - len(near)) // (size - 1)
             call.between = far if between is None else between(near)
@@ -224,6 +225,7 @@ def raise_for(error: RuntimeError, call: Call, lane: Lane | None) -> NoReturn:
     group = None if lane is None else lane.ref()
     if isinstance(error, DamagedMessageError):
         raise DamagedMessageError(f"{call.what()} {where(group)}: {error}") from error
+    # The transport knows that a connection broke; the watchdog knows which process ended and why.
     watchdog = running_watchdog()
     lost = None
     if watchdog is not None and lane is not None and not isinstance(error, PeerLostError):
@@ -289,7 +291,7 @@ class Handle:
         if not self._pending:
             return
         call, job = self._call, self._job
-        if call.waited_ns is None:
+        if call.waited_ns is None:  # of a wait that failed before, the first begin counts
             call.waited_ns = time.perf_counter_ns()
             if call.device_events is not None:
                 call.device_events.append(_event(timed=True))
@@ -478,6 +480,7 @@ def launch(
     asynchronous call leaves to the lane.
     """
     call = handle._call
+    # Who waits at once anyway needs no other thread, and one rank alone waits for nobody.
     beside = lane if call.async_op and call.group_size > 1 else None
     handle._lane = lane
     try:
@@ -506,6 +509,7 @@ def _launch_on_cuda(
     started, ended = _event(call.recorded), _event(call.recorded)
     if call.recorded:
         call.device_events = [started, ended]
+    # The input may still be written on the caller's stream.
     side.wait_stream(current)
     with torch.cuda.stream(side):
         started.record()

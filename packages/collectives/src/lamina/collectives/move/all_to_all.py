@@ -57,6 +57,7 @@ def all_to_all(
     output, input = output.detach(), input.detach()
     receives = row_splits("output_splits", output_splits, output, group)
     sends = row_splits("input_splits", input_splits, input, group)
+    # The own run does not travel, so no transport would notice.
     if receives[rank] != sends[rank]:
         raise ValueError(
             f"{name} {where(group)}: this rank sends itself {sends[rank]} rows but expects "
@@ -74,6 +75,7 @@ def all_to_all(
 
     lane = lane_of(group)
     call = issue(name, lane, input.dtype, sent, between=between, async_op=async_op)
+    # Only given splits can be uneven on another rank, which a backend then has to know.
     even = output_splits is None and input_splits is None
     start = partial(exchange_rows, output, input, receives, sends, group, even=even)
     return launch(Handle(call, (output, input)), lane, device, start)

@@ -141,6 +141,7 @@ class CommonFacts:
 
     def _explain(self, agreement: Agreement) -> str:
         """Name the ranks that differ, and the first difference of each (collective)."""
+        # Everybody knows by now that there is a difference, so all ranks come here.
         facts = agreement.facts
         differs = _difference(facts, self._first(facts))
         row = "\n".join((agreement.digest.hex(), self.here, *differs))
@@ -159,6 +160,7 @@ class CommonFacts:
         """The facts of the first rank on every axis."""
         text = json.dumps(facts).encode()
         for group in (ref.group for ref in self._refs):
+            # The ranks do not know yet how much the first one has to say.
             length = torch.tensor([len(text)], device=self._device)
             broadcast(length, group, src=0).wait()
             payload = torch.zeros(int(length), dtype=torch.uint8, device=self._device)
@@ -181,14 +183,16 @@ def _difference(mine: Sequence[Fact], first: Sequence[Fact]) -> tuple[str, str, 
 
 def _verdict(rows: Sequence[Sequence[str]]) -> str:
     """Who differs from whom; the rows are digest, rank, fact, value there, value on the first."""
+    # What most ranks have is taken for right, and the others are named.
     usual = Counter(row[0] for row in rows).most_common(1)[0][0]
     first, odd = rows[0], [row for row in rows if row[0] != usual]
-    if first[0] == usual:
+    if first[0] == usual:  # each odd rank has compared itself with the first
         differences = [
             f"{name} is {mine} on {rank} and {other} on {first[1]}"
             for _, rank, name, mine, other in odd[:4]
         ]
     else:
+        # The first rank is odd itself, as a usual one sees it.
         _, rank, name, mine, other = next(row for row in rows if row[0] == usual)
         differences = [f"{name} is {other} on {first[1]} and {mine} on {rank}"]
     more = f"; {len(odd)} of {len(rows)} ranks differ" if len(odd) > 1 else ""

@@ -73,6 +73,7 @@ def send_recv(
             copy.copy_(tensor)
         return Pending(None, lambda: received)
     target, source = (rank + shift) % size, (rank - shift) % size
+    # Of several dtypes the record says bytes.
     dtypes = {tensor.dtype for tensor in sends}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
     sent = sum(tensor.nbytes for tensor in sends)

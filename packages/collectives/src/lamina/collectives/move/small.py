@@ -104,12 +104,14 @@ class SmallReduction:
         self._device = require_same_device(
             "all_reduce_small", group, **{f"tensors[{i}]": t for i, t in enumerate(tensors)}
         )
+        # Backends reduce integers as they are; all else is gathered, because of its order.
         dtypes = {tensor.dtype for tensor in tensors}
         if op != "sum" and dtypes == {torch.bool}:
             dtypes = {torch.uint8}
         self._dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= set(_ORDERLESS) else None
         if self._dtype is not None:
             return
+        # Every tensor begins where any dtype may begin.
         self._offsets = [0]
         for tensor in tensors:
             self._offsets.append(self._offsets[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
@@ -161,6 +163,7 @@ class SmallReduction:
             return rows.amax(0) if self._op == "max" else rows.amin(0)
         if not rows.is_floating_point():
             return rows.any(0) if rows.dtype == torch.bool else rows.sum(0, dtype=rows.dtype)
+        # Narrow floats are summed in float32 and rounded once, when they are stored.
         return sum_rows(rows.float() if rows.itemsize < 4 else rows)
 
 
@@ -252,6 +255,7 @@ class SpanGroups:
         width = max(numels)
         piece = torch.zeros(width, dtype=local.dtype, device=local.device)
         piece[: local.numel()].copy_(local.detach())
+        # The inner axis first: the outer one concatenates what it has gathered.
         for ref in reversed(self._refs):
             piece = start_all_gather(piece, live_group(ref), async_op=False).wait()
         rows = piece.view(len(numels), width)

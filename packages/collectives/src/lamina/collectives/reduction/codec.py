@@ -93,6 +93,7 @@ class Int8Blocks:
     def encode(self, values: torch.Tensor, codes: torch.Tensor, side: torch.Tensor | None) -> None:
         """Round to the nearest multiple of the scale."""
         assert side is not None  # noqa: S101 - `side_dtype` asks for it
+        # An infinity or a NaN makes the scale infinite or NaN, and so all that is decoded.
         scales = values.abs().amax(dim=1).float().div_(127)
         side.copy_(scales)
         steps = values / torch.where(scales == 0, 1, scales)[:, None]
@@ -127,6 +128,7 @@ class ErrorFeedback:
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor, side: torch.Tensor | None) -> None:
         """Encode the values and what is owed to them; keep what this loses."""
+        # See Note [What a wire loses comes later].
         owed = values.float() if self._lost is None else self._lost.add_(values)
         self._codec.encode(owed, codes, side)
         kept = torch.empty_like(owed)
@@ -234,6 +236,7 @@ class Wire:
         """
         codes, side = self._split(wire)
         if piece % self.block:
+            # Each piece ends with a block of its own, so that it is decoded without the next one.
             full, rest = divmod(values.numel(), piece)
             whole = values.new_zeros(codes.numel())
             width = self.items(piece) // self.unit * self.block

@@ -186,11 +186,13 @@ def fused_sum(
         # A sum must not overwrite a chunk that it still reads.
         if isinstance(chunk, torch.Tensor) and chunk.data_ptr() == output.data_ptr():
             direct = False
+    # Block by block, through all steps: after the first one the block is in cache.
     for start in range(0, numel, block):
         target = output[start : start + block] if numel > block else output
         sum_of.start, sum_of.width = start, target.numel()
         into = target if direct else sum_of.level(0)
         total = sum_of.total(into)
+        # One rounding each, in this order. See Note [Each rounding is an operation of its own].
         if total is not into:  # of one chunk, where it lies
             total = into.copy_(total)
         if factor is not None:
@@ -205,6 +207,7 @@ def fused_sum(
             sum_of.squares(target, squares[start // _ROW :])
     if statistics is None:
         return
+    # Sums of rows are added by themselves, so that the bits know no thread and no block.
     squared_norm = squares.sum()
     finite = math.isfinite(squared_norm.item())
     if not finite and output.dtype == torch.float64:
@@ -249,7 +252,9 @@ class _BlockSum:
             return self._leaf(ranks[0], into, depth)
         if into is None:
             into, depth = self.level(depth), depth + 1
+        # The largest power of two below the number of ranks: law 2's tree.
         split = 1 << (len(ranks) - 1).bit_length() - 1
+        # The left half is summed where the whole will be; only the right one takes a level.
         first = self._tree(ranks[:split], into, depth)
         second = self._tree(ranks[split:], None, depth)
         return torch.add(first, second, out=into)
@@ -258,6 +263,7 @@ class _BlockSum:
         """The summands of one chunk's block: where they lie, in `into`, or in a level."""
         assert not isinstance(self._chunks, torch.Tensor)  # noqa: S101 - `total` adds these
         chunk, wire = self._chunks[rank], self._wire
+        # Blocks of the sum are whole blocks of the wire, but for the last one of a piece.
         start = self.start // wire.block * wire.unit
         width = -(-self.width // wire.block) * wire.unit
         if isinstance(chunk, torch.Tensor):

@@ -113,6 +113,7 @@ def measured_choices() -> dict[tuple[Any, ...], Config]:
 def _segment_sums(rows: torch.Tensor) -> torch.Tensor:
     """Sums in float32 of at most LEAVES segments of rows, each a subtree of the whole tree."""
     ranks, numel = rows.shape
+    # The fewest segments of a power of two rows each that leave at most LEAVES sums.
     runs = 1 << max(-(-ranks // LEAVES**2) - 1, 0).bit_length()
     segments, depth = -(-ranks // (LEAVES * runs)), runs.bit_length()
     sums = rows.new_empty(segments, depth, numel, dtype=torch.float32)
@@ -175,8 +176,9 @@ def _choose(rows: torch.Tensor, output: torch.Tensor, accumulate: bool, norm: bo
         return _choices[kind]
     if output.numel() < _TUNE_FROM or not output.is_cuda:
         return _DEFAULT
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():  # a graph would replay the measurement
         return _DEFAULT
+    # Beside the caller's output: a trial with `accumulate` would add to it.
     length = min(output.numel(), _TUNE_ON)
     inputs, target = rows[:, :length], torch.zeros_like(output[:length])
     partials = torch.empty(length, dtype=torch.float64, device=output.device) if norm else None

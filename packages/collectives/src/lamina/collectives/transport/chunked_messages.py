@@ -55,6 +55,7 @@ class ChunkedMessage:
             self._borrowed = [scratch_pool.borrow(nbytes) for _ in range(AHEAD)]
             self._buffers = [buffer[:nbytes].view(dtype) for buffer in self._borrowed]
         self._current = 0
+        # As many parts as there is memory for come without being asked for.
         for part in range(min(len(self._buffers), self._count)):
             self._receive(part)
 

@@ -91,6 +91,7 @@ class GlooExchange:
         peers: tuple[HostPeer | None, ...] | None = None
         if self._direct:
             peers = self._lane.host_peers or self._lane.find_host_peers(group)
+        # Receives first: a message that finds its receive goes straight to its place.
         for source, numel, target in self._receives:
             nbytes, work = numel * self._dtype.itemsize, None
             tag = self._tag + (nbytes % _SIZES << _SIZE_SHIFT)
@@ -99,6 +100,7 @@ class GlooExchange:
                 arriving = peer  # it announces where its bytes lie
             elif unit is not None and nbytes > CUT_FROM:
                 how = tag, unit, pool, target
+                # In parts, of which a few are received ahead of the sum.
                 arriving = ChunkedMessage(source, numel, self._dtype, group, *how)
             else:
                 if target is None:
@@ -169,7 +171,7 @@ class GlooExchange:
         for (arriving, work), (source, numel, _) in zip(
             self._arriving, self._receives, strict=True
         ):
-            if isinstance(arriving, HostPeer):
+            if isinstance(arriving, HostPeer):  # the sum reads it block by block, where it lies
                 by_rank[source] = self._announced(source, arriving, numel)
             else:
                 if work is not None:
@@ -193,6 +195,7 @@ class GlooExchange:
         for work in self._outbound:
             if work is not None:
                 work.wait()
+        # A rank that reads this one's memory says when it is done; until then nothing may change.
         for peer, tensor in self._lent:
             read, _ = peer.connection.take(2 * self._tag + 1)
             if read != tensor.nbytes:
@@ -251,7 +254,7 @@ class GlooRoute:
         tag = self._lane.next_tag(self.tags) if tag is None else tag
         first = self._exchange(output, input, self._first, 0, tag)
         own = output[self._own[0] : self._own[1]]
-        if own.data_ptr() != input.data_ptr():
+        if own.data_ptr() != input.data_ptr():  # not in place
             own.copy_(input)
         return partial(self._pass_on, first, output, tag) if self._shifts else first.fill
 
@@ -271,6 +274,7 @@ class GlooRoute:
     def _pass_on(self, first: GlooExchange, output: torch.Tensor, tag: int) -> None:
         """Complete the first exchange, and pass on within this run what came from others."""
         first.fill()
+        # All rounds are posted before any is waited for: they move different pieces.
         rounds = []
         for step, shift in enumerate(self._shifts, 1):
             start, stop = bounds_of(self._rank + shift, self._piece, self._total)
@@ -289,6 +293,7 @@ class GlooRoute:
         for peer, first, last in self._ahead:
             if first < last:
                 sends.append((peer, input[first:last]))
+        # Received from the other side round, so that each message meets a receive soon.
         for row, (peer, _, _) in enumerate(self._behind if numel else ()):
             target = None if scratch is None else scratch[row * numel : (row + 1) * numel]
             receives.append((peer, numel, target))

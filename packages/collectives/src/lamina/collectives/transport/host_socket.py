@@ -56,12 +56,12 @@ class HostSocket:
         end = time.monotonic() + self._timeout
         with self._arrived:
             while key not in self._inbox:
-                if self._reading:
+                if self._reading:  # another thread reads for both
                     if not self._arrived.wait(max(0.0, end - time.monotonic())):
                         raise self._broken(TimeoutError())
                     continue
                 self._reading = True
-                self._arrived.release()
+                self._arrived.release()  # nobody can be woken by who sleeps in `recv` with the lock
                 try:
                     record = self._read()
                 finally:
@@ -140,6 +140,7 @@ class HostSocketListener:
             for rank, process in callers.items():
                 if (ended := _end_of(process, stack)) is not None:
                     selector.register(ended, selectors.EVENT_READ, rank)
+            # Until all have called: each event is a call, a greeting, or the end of a process.
             while missing := callers.keys() - sockets.keys():
                 ready = selector.select(max(0.0, end - time.monotonic()))
                 if not ready:

@@ -232,6 +232,7 @@ class Worker:
         while True:
             with self._lock:
                 if not self._jobs:
+                    # Under the lock: a job that comes later finds that it has to start a thread.
                     self._running = False
                     return
                 job = self._jobs.popleft()
@@ -280,7 +281,7 @@ class ScratchPool:
     def borrow(self, nbytes: int) -> torch.Tensor:
         """CPU scratch: uint8, at least `nbytes`, uninitialised."""
         with self._lock:
-            best = None
+            best = None  # the smallest that fits: large ones are left for large messages
             for at, kept in enumerate(self._scratch):
                 smaller = best is None or kept.nbytes < self._scratch[best].nbytes
                 if kept.nbytes >= nbytes and smaller:
@@ -405,7 +406,7 @@ def lane_of(group: ProcessGroup | None) -> Lane | None:
     try:
         if (lane := _lanes.get(weakref.ref(group))) is not None:
             return lane
-        with _lanes_lock:
+        with _lanes_lock:  # two threads may come with a new group
             lane = _lanes.get(weakref.ref(group)) or Lane(group)
             _lanes[weakref.ref(group, _drop)] = lane
     except (AttributeError, TypeError):

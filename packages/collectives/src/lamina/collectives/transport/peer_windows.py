@@ -116,7 +116,7 @@ class PeerWindow:
         """
         count, width = rows.shape
         pitch, start = -(-width // _LINE) * _LINE, self._turn * self._area
-        self._turn = 1 - self._turn
+        self._turn = 1 - self._turn  # see Note [Two areas need one wait each]
         nbytes = count * pitch * rows.itemsize
         area = self._block[start : start + nbytes].view(rows.dtype).view(count, pitch)
         area[:, :width].copy_(rows)
@@ -235,6 +235,7 @@ def _make_window(group: ProcessGroup, device: torch.device) -> tuple[PeerWindow 
         window = PeerWindow(block, memory, group.rank(), timeout_of(group, device))
     except (ImportError, AttributeError, TypeError, RuntimeError) as error:
         reason = f"torch gives no symmetric memory: {error}"
+    # Each rank may fail alone, and the next step hangs unless all of them take it.
     if not _all_agree(group, device, window is not None) or window is None:
         return None, reason
     if not _all_agree(group, device, _reads_right(window, device)):

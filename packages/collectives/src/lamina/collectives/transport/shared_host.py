@@ -136,6 +136,7 @@ def find_host_peers(group: ProcessGroup, *, willing: bool) -> tuple[HostPeer | N
         except (OSError, AttributeError):  # no such sockets here
             willing = False
     size, rank = group.size(), group.rank()
+    # A hello says where this rank's secret lies; who reads it there can read all else.
     mine = _hello(secret, number, willing)
     hellos = _exchange_rows(group, mine.expand(size, _WORDS).contiguous(), _HELLO_TAG)
     believed = [None if at == rank else _believe(at, mine, hellos[at]) for at in range(size)]
@@ -144,6 +145,7 @@ def find_host_peers(group: ProcessGroup, *, willing: bool) -> tuple[HostPeer | N
     mutual = _exchange_rows(group, verdicts, _VERDICT_TAG).view(-1).tolist()
     if listener is None:
         return (None,) * size
+    # The kernel may allow one direction only, so both ends have to have read.
     both = zip(believed, mutual, strict=True)
     peers = {peer.rank: peer.process for peer, said in both if peer and said}
     sockets = _connect(listener, rank, int(secret), peers, hellos, timeout_of(group))

@@ -118,6 +118,7 @@ def route_for(
         return _LocalRoute()
     if device.type == "cpu" and served_by_gloo(group, device):
         return GlooRoute(group, piece, total, unit)
+    # A sum reads numbers in a window where they lie; codes have to be decoded here.
     window = lane_of(group).windows.get(device)
     if window is not None and readable and total == piece * group.size():
         return PeerRoute(window)
@@ -225,6 +226,7 @@ def exchange(
     receives = [(peer, tensor) for peer, tensor in receives if peer != rank and tensor.numel()]
     if tag is None:
         tag = lane_of(group).next_tag()
+    # Each rank begins with its neighbour. If all began with rank 0, it would be the bottleneck.
     sends.sort(key=lambda pair: (pair[0] - rank) % size)  # so that ranks start apart
     receives.sort(key=lambda pair: (rank - pair[0]) % size)
     if device.type != "cpu":
@@ -253,6 +255,7 @@ def exchange_rows(
         incoming, outgoing = (None, None) if even else (list(receives), list(sends))
         work = dist.all_to_all_single(output, input, incoming, outgoing, group, async_op=True)
         return end_of(work)
+    # The own run is copied beside the messages, which do not bring it.
     rows, room = torch.split(input, list(sends)), torch.split(output, list(receives))
     pairs = list(enumerate(rows)), list(enumerate(room))
     complete = exchange(*pairs, group, input.device)
@@ -277,6 +280,7 @@ def _staged(sends: Pairs, receives: Pairs, group: ProcessGroup, tag: int) -> Com
     """CUDA tensors over gloo: copy to the host, exchange there, copy back."""
     host_sends = [(peer, tensor.to("cpu", non_blocking=True)) for peer, tensor in sends]
     host_receives = [(peer, torch.empty_like(each, device="cpu")) for peer, each in receives]
+    # The host may send only what has been copied, and must not wait for that here.
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
 

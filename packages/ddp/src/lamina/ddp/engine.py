@@ -19,7 +19,7 @@ from lamina.ddp.execution.hooks import (
 )
 from lamina.ddp.execution.module_buffers import BufferPolicy, ModuleBuffers
 from lamina.ddp.execution.unit import UnavailableError, Unit
-from lamina.ddp.finalize.finalize import finalize_plain_gradients, warn_of_unfinished_steps
+from lamina.ddp.finalize.finalize import finalize_plain_gradients
 from lamina.ddp.gradients.reduction import Reduction, resolve_reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
@@ -30,17 +30,14 @@ from lamina.ddp.inspect.inspection import HasGroups, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.inspect.wire import WireBytes
 from lamina.ddp.optimizer.adopt_parameters import (
-    adopt_main_parameters,
     refuse_optimizer,
-    require_same_optimizer,
 )
 from lamina.ddp.optimizer.flat_step import ELEMENTWISE
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
 from lamina.ddp.optimizer.whole_step import (
+    adopt_optimizer,
     needs_whole_tensors,
-    refuse_cut_tensors,
     show_decoupled,
-    step_over_groups,
 )
 from lamina.ddp.parameters.axes import (
     DataParallelAxes,
@@ -90,7 +87,7 @@ __all__ = [
     "WeightsState",
     "WholeWeights",
     "WireBytes",
-    "adopt_main_parameters",
+    "adopt_optimizer",
     "answer_scalers",
     "attach_hooks",
     "check_dimensions",
@@ -108,20 +105,16 @@ __all__ = [
     "map_tensors",
     "needs_whole_tensors",
     "plan_layout",
-    "refuse_cut_tensors",
     "refuse_optimizer",
     "refuse_unplaced",
     "refuse_wrapped",
     "register_forward_method",
     "registration_refusal",
     "require_same_model",
-    "require_same_optimizer",
     "resolve_dtypes",
     "resolve_reduction",
     "resolve_strategy",
     "show_decoupled",
-    "step_over_groups",
     "tensors_in",
     "unit_of",
-    "warn_of_unfinished_steps",
 ]

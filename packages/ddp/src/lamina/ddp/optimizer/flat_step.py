@@ -100,7 +100,7 @@ class BorrowedGroups(ABC):
         self,
         groups: Sequence[ParameterGroup],
         after_step: Callable[[], None],
-        reducer: GradientReducer | None,
+        reducer: GradientReducer | None = None,
     ) -> None:
         """Step over these groups as well, and call `after_step` after each step.
 

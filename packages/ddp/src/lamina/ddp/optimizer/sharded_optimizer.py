@@ -11,18 +11,12 @@ from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
 from lamina.ddp.compat import local_of_state_call
-from lamina.ddp.finalize.finalize import warn_of_unfinished_steps
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import groups_of
-from lamina.ddp.optimizer.adopt_parameters import (
-    adopt_main_parameters,
-    cut_state,
-    locate_main_parameters,
-    require_same_optimizer,
-)
+from lamina.ddp.optimizer.adopt_parameters import cut_state, locate_main_parameters
 from lamina.ddp.optimizer.flat_step import COUNTERS, ELEMENTWISE, MOMENTS, unshare_counts
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
-from lamina.ddp.optimizer.whole_step import refuse_cut_tensors, step_over_groups
+from lamina.ddp.optimizer.whole_step import adopt_optimizer
 from lamina.mesh import ParallelMesh
 
 __all__ = ["ShardedOptimizer", "match_groups"]
@@ -64,8 +58,9 @@ class ShardedOptimizer(Optimizer):
         self, optimizer: Optimizer, module: nn.Module, mesh: ParallelMesh | DeviceMesh | None = None
     ) -> None:
         groups = groups_of(module)
-        require_same_optimizer(type(self).__name__, optimizer, groups)
-        adopt_main_parameters(optimizer, groups)
+        remedy = "wrap the model with keep_tensors_whole=True, or without use_distributed_optimizer"
+        name = type(self).__name__
+        self._borrowed = adopt_optimizer(name, optimizer, groups, module, remedy)
         self.optimizer = optimizer
         self._groups = groups
         self._located = locate_main_parameters(groups)
@@ -83,10 +78,7 @@ class ShardedOptimizer(Optimizer):
             if isinstance(module, _HearsOfSteps):
                 module.weights_written()
 
-        warn_of_unfinished_steps(optimizer, module)
-        remedy = "wrap the model with keep_tensors_whole=True, or without use_distributed_optimizer"
-        refuse_cut_tensors(optimizer, groups, remedy)
-        self._borrowed = step_over_groups(optimizer, groups, stepped)
+        self._borrowed.add(groups, stepped)
         ranks = dist.get_world_size() if whole is None else whole.size()
         answer_scalers(self, self._borrowed, ranks)
 

@@ -5,7 +5,7 @@ over it; the others have nothing to do. State stays under the main parameter, on
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,17 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lamina.buffers import ShardedTensor
-from lamina.ddp.backward.reducer import GradientReducer
+from lamina.ddp.finalize.finalize import warn_of_unfinished_steps
 from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.optimizer.adopt_parameters import adopt_main_parameters, require_same_optimizer
 from lamina.ddp.optimizer.flat_step import ELEMENTWISE, BorrowedGroups, FlatStep
 
 __all__ = [
     "WholeStep",
+    "adopt_optimizer",
     "needs_whole_tensors",
     "refuse_cut_tensors",
     "show_decoupled",
-    "step_over_groups",
 ]
 
 _BORROWED = "_lamina_borrowed_groups"
@@ -53,34 +54,41 @@ def refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup], r
                 )
 
 
-def step_over_groups(
+def adopt_optimizer(
+    what: str,
     optimizer: Optimizer,
-    groups: Iterable[ParameterGroup],
-    after_step: Callable[[], None],
-    reducer: GradientReducer | None = None,
+    groups: Sequence[ParameterGroup],
+    module: nn.Module,
+    remedy: str,
 ) -> BorrowedGroups:
-    """Make an optimizer step over what lies flat, or whole, and not over sharded parameters.
+    """Let an optimizer update groups of a module: it gets their main parameters (collective).
 
-    Elementwise optimizers step over flat runs (`FlatStep`). Others step over whole tensors where
-    these are whole on one rank, and else over parameters as they are (`WholeStep`). An optimizer
-    that steps over other modules' groups already steps over these as well.
+    The optimizer object, its groups and their hyperparameters stay. From then on elementwise
+    optimizers step over flat runs (`FlatStep`). Others step over whole tensors where these are
+    whole on one rank, and else over parameters as they are (`WholeStep`). The caller tells the
+    result, with `add`, which groups are stepped, and what comes before and after a step. An
+    optimizer of several modules has one for all of them.
 
-    `after_step` is called when a step is done. Before one, the `reducer` sums gradients that no
-    backward was told to be the last for. ValueError refuses moments in a dtype of their own
-    for another optimizer than Adam and AdamW.
+    `what` the optimizer is given to, and the `remedy` where ranks have cut tensors that it looks at
+    as a whole, are for messages. DisagreementError: ranks differ in its class, groups or
+    hyperparameters. ValueError: it holds none of the parameters, keeps a list of its own, looks at
+    tensors that are cut, or is to keep moments in a dtype of their own and is not Adam or AdamW.
     """
-    groups = list(groups)
+    # All refusals first: an optimizer that is refused is the user's, as it was.
+    require_same_optimizer(what, optimizer, groups)
+    refuse_cut_tensors(optimizer, groups, remedy)
     for group in groups:
         if group.dtypes.moments is not None and type(optimizer) not in (Adam, AdamW):
             raise ValueError(
                 f"moments_dtype={group.dtypes.moments} is for torch.optim.Adam and AdamW, and "
                 f"{group.refs[0].name} has {type(optimizer).__name__}: leave it out"
             )
+    adopt_main_parameters(optimizer, groups)
+    warn_of_unfinished_steps(optimizer, module)
     borrowed: BorrowedGroups | None = optimizer.__dict__.get(_BORROWED)
     if borrowed is None:
         make = FlatStep if type(optimizer) in ELEMENTWISE else WholeStep
         borrowed = optimizer.__dict__[_BORROWED] = make(optimizer)
-    borrowed.add(groups, after_step, reducer)
     return borrowed
 
 

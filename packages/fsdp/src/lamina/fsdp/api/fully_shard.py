@@ -11,17 +11,13 @@ from torch.optim import Optimizer
 
 from lamina.ddp.engine import (
     UnavailableError,
-    adopt_main_parameters,
+    adopt_optimizer,
     answer_scalers,
     collect_parameters,
-    refuse_cut_tensors,
     refuse_optimizer,
     refuse_wrapped,
     require_same_model,
-    require_same_optimizer,
     show_decoupled,
-    step_over_groups,
-    warn_of_unfinished_steps,
 )
 from lamina.fsdp.api.build import (
     build_units,
@@ -314,22 +310,17 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     regions = regions_of(module)
     point_at_localised(optimizer, module)
     # Refusals first. Then the optimizer's groups hold main parameters instead of the user's.
-    require_same_optimizer("fully_shard_optimizer", optimizer, groups)
     for group in groups:
         for ref, main in zip(group.refs, group.main_parameters, strict=True):
             if any(each.of(main) is not None for each in regions):
                 refuse_looking_at_part(optimizer, ref.name, main, ref.parameter)
-    refuse_cut_tensors(optimizer, groups, _KEEP_WHOLE)
-    adopt_main_parameters(optimizer, groups)
-    warn_of_unfinished_steps(optimizer, module)
+    borrowed = adopt_optimizer("fully_shard_optimizer", optimizer, groups, module, _KEEP_WHOLE)
     # Its step first ends what backwards have left open; scalers look for inf; then flat runs step.
     for part in parts:
         engine = part.sharding_engine
-        borrowed = step_over_groups(
-            optimizer, part.parameter_groups(), engine.mark_weights_changed, engine.reducer
-        )
-        answer_scalers(optimizer, borrowed, dist.get_world_size())
+        borrowed.add([*part.parameter_groups()], engine.mark_weights_changed, engine.reducer)
         engine.optimizers.follow(optimizer)
+    answer_scalers(optimizer, borrowed, dist.get_world_size())
     whole = any(map(gives_whole_tensors, parts))
     prepare_optimizer_state(optimizer, whole=whole, regions=regions)
     return optimizer

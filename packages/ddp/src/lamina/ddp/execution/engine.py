@@ -29,7 +29,6 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lamina.buffers import StaleStorageError
 from lamina.collectives.engine import current_stream
@@ -280,29 +279,6 @@ class _Graphs:
             self.wait()
 
 
-class Optimizers:
-    """Which optimizers tell when they have written main weights, of these groups."""
-
-    def __init__(self, groups: list[ParameterGroup]) -> None:
-        self._groups = groups
-        self._known: set[int] = set()  # `id`s of main parameters that one of them holds
-        self._untold = groups  # groups whose main weights somebody may write without telling
-
-    def follow(self, optimizer: Optimizer) -> None:
-        """An optimizer will tell when it wrote the main weights it holds now."""
-        self._known.update(id(p) for settings in optimizer.param_groups for p in settings["params"])
-        self._untold = [
-            group
-            for group in self._groups
-            if group.requires_grad and any(id(p) not in self._known for p in group.main_parameters)
-        ]
-
-    def expect_step(self) -> None:
-        """Gradients are final: an optimizer that nobody was told of may write main weights."""
-        for group in self._untold:
-            group.weights.mark_changed()
-
-
 class Engine:
     """Gathers, gives back and reduces the units of one model.
 
@@ -334,7 +310,6 @@ class Engine:
             engine = weakref.ref(self)  # the engine holds its units, and not the other way round
             for unit in self.units:
                 unit.tell_before_gathers(functools.partial(_before_gather, engine))
-        self.optimizers = Optimizers(list(self.groups))
         self._graphs = _Graphs([group for group in self.groups if group.requires_grad])
         self._swapped = [g for g in self.groups if g.mains_are_separate and g.writes.addresses]
         self._device = next((g.device for g in self.groups), torch.device("cpu"))
@@ -598,9 +573,15 @@ class Engine:
         if self.slots is not None and self.prefetcher.order and not (waits or self._graphs.kept):
             self.slots.settle(self.units)
         if self.reducer.is_final:
-            self.optimizers.expect_step()
+            self.expect_step()
 
     # -- between steps ------------------------------------------------------------------------
+
+    def expect_step(self) -> None:
+        """Gradients are final: an optimizer that nobody was told of may write main weights."""
+        for group in self.groups:
+            if group.shown.untold:
+                group.weights.mark_changed()
 
     def mark_weights_changed(self) -> None:
         """Main weights were written: every unit installs them before it computes again."""

@@ -17,7 +17,7 @@ Note [Hooks of users]
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -202,15 +202,18 @@ class ShownGradients:
         self.hooks = UserHooks()
         self.has_optimizer = False
         """Whether somebody steps the main parameters, as far as this package knows."""
+        self.untold = set(map(id, mains.parameters if gradients is not None else ()))
+        """`id`s of those that somebody may write without telling of it."""
         self.mirrored = False
         """Whether compute parameters show final gradients too, now."""
         self._mirrors = False
         self._known: tuple[int, int] | None = None
         self._views: list[torch.Tensor] = []
 
-    def expect_optimizer(self) -> None:
-        """Somebody steps the main parameters."""
+    def expect_optimizer(self, telling: Iterable[int] = ()) -> None:
+        """Somebody steps the main parameters, and tells of those with the `id`s `telling`."""
         self.has_optimizer = True
+        self.untold.difference_update(telling)
 
     # -- what is shown ------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ def require_same_optimizer(
     require_same_over_tp(what, axes, device, [*facts, *optimizer_facts(optimizer, {})])
 
 
-def adopt_main_parameters(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
+def adopt_main_parameters(optimizer: Optimizer, groups: Sequence[ParameterGroup]) -> None:
     """Replace the user's parameters in an optimizer by the main parameters that stand for them.
 
     The optimizer object, its groups and their hyperparameters stay, so schedulers made before
@@ -71,10 +71,11 @@ def adopt_main_parameters(optimizer: Optimizer, groups: Iterable[ParameterGroup]
         if group.main_parameters[index] is not (ref := group.refs[index]).parameter
     }
     refuse_optimizer(optimizer, mains.keys() | located.keys(), apart)
-    for group, _ in located.values():
-        group.shown.expect_optimizer()
     for settings in optimizer.param_groups:
         settings["params"] = [mains.get(id(p), p) for p in settings["params"]]
+    stepped = [id(p) for settings in optimizer.param_groups for p in settings["params"]]
+    for group in groups:
+        group.shown.expect_optimizer(stepped)
     for parameter in [p for p in optimizer.state if id(p) in apart]:
         main = mains[id(parameter)]
         state = optimizer.state.pop(parameter)

@@ -319,7 +319,6 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     for part in parts:
         engine = part.sharding_engine
         borrowed.add([*part.parameter_groups()], engine.mark_weights_changed, engine.reducer)
-        engine.optimizers.follow(optimizer)
     answer_scalers(optimizer, borrowed, dist.get_world_size())
     whole = any(map(gives_whole_tensors, parts))
     prepare_optimizer_state(optimizer, whole=whole, regions=regions)

@@ -111,7 +111,7 @@ class ShardedModule(UnitMethods):
     def finish_grad_sync(self) -> None:
         """Wait until gradients are summed and visible; harmless when they are."""
         self.sharding_engine.reducer.finish()
-        self.sharding_engine.optimizers.expect_step()
+        self.sharding_engine.expect_step()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by `factor`, those of microbatches inside `no_sync` included."""

@@ -482,15 +482,6 @@ class Engine:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def epochs_of(self, unit: Unit) -> tuple[int, ...]:
-        """Where the backward of a forward that runs now has to find the unit's weights."""
-        return () if self.slots is None else self.slots.epochs(unit)
-
-    def expect_backward(self, unit: Unit, member: int) -> None:
-        """Gradients may come to outputs of a unit's module (not if it only runs again)."""
-        if not self.reducer.in_backward:
-            unit.calls.expect_member(member)
-
     def before_backward(self, unit: Unit, epochs: tuple[int, ...] = (), member: int = 0) -> None:
         """The first gradient has reached one of the outputs of a unit's module.
 

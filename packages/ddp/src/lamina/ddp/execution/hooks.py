@@ -170,12 +170,15 @@ class UnitHooks:
         marked = torch.is_grad_enabled() and mark_outputs(
             engine, unit, self.member, output, self._loans[-1]
         )
-        if marked and unit.calls.members > 1:  # each of them has a backward to wait for
-            engine.expect_backward(unit, self.member)
+        # Each of several modules has a backward to wait for, unless it only runs again.
+        if marked and unit.calls.members > 1 and not engine.reducer.in_backward:
+            unit.calls.expect_member(self.member)
         if unit.dress is not None:
             unit.dress.hide()
         engine.after_forward(unit, self.member)
-        return output if self._output_dtype is None else _cast(output, self._output_dtype)
+        if (dtype := self._output_dtype) is None:
+            return output
+        return map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def give_back(self, *_: Any) -> None:
         """The call is over, also if it raised: the caller's containers are the caller's again."""
@@ -381,7 +384,8 @@ def mark_outputs(
     Tensors that the module has written into what it was given (`loan`) are outputs like those that
     it returns.
     """
-    epochs = engine.epochs_of(unit)
+    # Where the backward of this forward has to find the unit's weights.
+    epochs = () if engine.slots is None else engine.slots.epochs(unit)
 
     # Each output announces it: nobody knows which of them the loss depends on.
     def announce(_: torch.Tensor) -> None:
@@ -399,10 +403,6 @@ def mark_outputs(
             tensor.register_hook(announce)  # type: ignore[no-untyped-call]
             marked = True
     return marked
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(tree, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 class ModuleWatch:

@@ -213,7 +213,6 @@ class DistributedDataParallel(_NamesInside, DataParallel):
         self.config = config
         self._mesh = mesh
         dense, expert = _axes(mesh, config)
-        self._dense_axes = dense
         left_alone = _left_alone(module)
         refs = [ref for ref in collect_parameters(module) if id(ref.parameter) not in left_alone]
         refuse_unplaced(refs, dense, axis_if_there(mesh, "tp"))

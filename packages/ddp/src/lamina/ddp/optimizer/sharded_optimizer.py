@@ -95,6 +95,7 @@ class ShardedOptimizer(Optimizer):
                 f"{len(self.optimizer.param_groups)} groups and had {len(self.param_groups)} when "
                 "it was wrapped: add_param_group() before ShardedOptimizer(optimizer, module, mesh)"
             )
+        # Torch calls no post-hook of a step that raises: the user's parameters come back here.
         try:
             return self.optimizer.step(closure)
         finally:
@@ -110,6 +111,8 @@ class ShardedOptimizer(Optimizer):
         mains = [p for group in self.param_groups for p in group["params"]]
         kept = {id(p): (p.grad, p.detach().clone()) for p in mains}
         rates = [group["lr"] for group in self.param_groups]
+        # A step at rate 0 over zero gradients: every optimizer makes its state by itself, and only
+        # parameters without state take part.
         with torch.no_grad():
             for parameter in mains:
                 fresh = not self.state.get(parameter) and parameter.requires_grad
@@ -123,6 +126,7 @@ class ShardedOptimizer(Optimizer):
                 self._borrowed.paused = False
                 for group, rate in zip(self.param_groups, rates, strict=True):
                     group["lr"] = rate
+            # An optimizer of the user's own may decay weights whatever the rate is.
             for parameter in mains:
                 parameter.grad, before = kept[id(parameter)]
                 parameter.copy_(before)
@@ -142,6 +146,7 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: to zero, between microbatches, a part of the parameters that share a
                 buffer.
         """
+        # Before the optimizer's own, which sees `.grad` alone: gradients may wait elsewhere.
         for group in self._groups:
             if not set_to_none:
                 self._zero(group)
@@ -188,6 +193,7 @@ class ShardedOptimizer(Optimizer):
         """
         if local_of_state_call("info") is not None:
             self.refuse_generic_state()
+        # Parameters of one run share their counters, and a load in place would write each of them.
         unshare_counts(self.optimizer)
         states: dict[str, dict[str, Any]] = {
             self._names.get(id(parameter), "?"): dict(state)
@@ -243,6 +249,7 @@ class ShardedOptimizer(Optimizer):
                 f"optimizer state names {unknown[:3]} ({len(unknown)} in all), which this "
                 "optimizer does not hold: was it saved from another model?"
             )
+        # Hyperparameters come by group, and groups are known by the names in them, in any order.
         own = [
             [name for p in g["params"] if (name := self._names.get(id(p))) is not None]
             for g in self.param_groups
@@ -251,6 +258,8 @@ class ShardedOptimizer(Optimizer):
         for group, place in zip(self.param_groups, match_groups(own, saved), strict=True):
             chosen = {} if place is None else state_dict["param_groups"][place]
             group.update({key: value for key, value in chosen.items() if key != "params"})
+        # State goes first, and comes back where it is named: a parameter that was never stepped in
+        # the saved run has to begin anew here too.
         mine = [p for parameters in by_name.values() for p in parameters]
         before = {id(p): self.state.pop(p, {}) for p in mine}
         for name, values in state_dict["state"].items():
@@ -262,6 +271,7 @@ class ShardedOptimizer(Optimizer):
         if self._is_apart(parameter) and _MAIN_WEIGHTS in values:
             with torch.no_grad():
                 parameter.copy_(self._cut(parameter, values[_MAIN_WEIGHTS], elementwise=True))
+        # A tensor of the parameter's size is cut like it, if its elements are the parameter's.
         elementwise = type(self.optimizer) in ELEMENTWISE
         taken = {}
         for key, value in values.items():

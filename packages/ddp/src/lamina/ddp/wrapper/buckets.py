@@ -49,6 +49,7 @@ class BucketWaits:
         self._parents: list[list[int]] = [[] for _ in numbers]
         self._own: list[list[int]] = [[] for _ in numbers]
         self._waits: list[list[int]] | None = None
+        # By number and not by module: the wrapper must not keep modules that the user takes out.
         for inner, number in numbers.items():
             for child in inner.children():
                 self._parents[numbers[child]].append(number)
@@ -83,6 +84,7 @@ class BucketWaits:
 
     def before_module(self, number: int) -> None:
         """A module is about to run."""
+        # Only the first forwards change anything here: later ones wait for what is known.
         if self._learning and not self._called[number]:
             self._called[number] = True
             self._waits = None
@@ -95,6 +97,7 @@ class BucketWaits:
         """For every module, the places of the buckets it waits for."""
         waits: list[list[int]] = [[] for _ in self._own]
         for owner, places in enumerate(self._own):
+            # Outwards from the owner, along all modules that hold it, to the first that was called.
             around = [owner]
             while around and places:
                 module = around.pop()
@@ -135,6 +138,7 @@ def plan_buckets(
         total = sum(ref.parameter.numel() for ref in refs)
         limit = max(1, -(-total // config.num_buckets))
     buckets: list[tuple[GroupKey, list[ParameterRef]]] = []
+    # First by kind, as a buffer has one dtype and one set of ranks; then by size.
     for key, members in group_parameters(reversed(refs)):
         bucket: list[ParameterRef] = []
         elements = 0
@@ -171,6 +175,7 @@ def make_buckets(
         )
     groups = []
     for key, members in plan_buckets(refs, config, dense.size):
+        # Never narrower than the parameters: fp64 gradients travel in fp64.
         wide = torch.promote_types(key.dtype, torch.float32)
         wire = wide if config.grad_reduce_in_fp32 else None
         dtypes = resolve_dtypes(key.dtype, wire=wire, moments=config.moments_dtype)
@@ -196,6 +201,7 @@ def adopt_model_weights(group: ParameterGroup, indices: Iterable[int] | None = N
         for start, stop in (group.spans[index] for index in indices):
             main[start:stop].copy_(model[start:stop])
         return
+    # An element that still is its main weight, rounded, keeps the bits that rounding has taken.
     main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
     axes = (group.axes.outer, group.axes.inner)
     for cut, axis in zip(group.main_weights.cuts, axes, strict=True):

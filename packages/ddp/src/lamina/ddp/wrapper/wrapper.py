@@ -213,6 +213,8 @@ class DistributedDataParallel(_NamesInside, DataParallel):
         self.config = config
         self._mesh = mesh
         dense, expert = _axes(mesh, config)
+        # Ranks compare what they wrap before any collective whose size depends on it: those that
+        # differ would wait for each other for good.
         left_alone = _left_alone(module)
         refs = [ref for ref in collect_parameters(module) if id(ref.parameter) not in left_alone]
         refuse_unplaced(refs, dense, axis_if_there(mesh, "tp"))
@@ -222,6 +224,7 @@ class DistributedDataParallel(_NamesInside, DataParallel):
             check_experts(refs, dense, expert, model)
         scratch = ScratchBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)
+        # From here on the parameters are views of the buckets.
         with self._memory(dense, expert):
             self._groups = make_buckets(refs, config, settings, dense, expert, scratch)
         reducer = GradientReducer(
@@ -236,6 +239,7 @@ class DistributedDataParallel(_NamesInside, DataParallel):
         for group in self._groups:
             same = group.dtypes.grads == group.dtypes.weights
             if same and group.requires_grad and group.mains_are_separate:
+                # `model.parameters()` are what modules compute with, and users look there.
                 group.shown.mirror_on_compute()
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         buffers = ModuleBuffers(config.broadcast_buffers, dense, expert, ignored)
@@ -247,6 +251,7 @@ class DistributedDataParallel(_NamesInside, DataParallel):
             fixed=True,
             ahead=len(order) if config.align_param_gather else _AHEAD,
         )
+        # The root alone is a unit of the engine: what it calls is never given back.
         self._engine = Engine(
             [Unit("", type(module).__name__, ())],
             reducer,
@@ -273,7 +278,7 @@ class DistributedDataParallel(_NamesInside, DataParallel):
         """The wrapped module's forward; updated weights are waited for where they are used."""
         engine, training = self._engine, torch.is_grad_enabled()
         engine.look(self.module)
-        if training:
+        if training:  # forwards in evaluation are right with gradients that nobody steps
             self._refuse_what_never_trains()
         engine.before_forward(engine.root)
         if self._waits is not None:
@@ -419,11 +424,12 @@ class DistributedDataParallel(_NamesInside, DataParallel):
         for group in self._groups:
             group.shown.expect_optimizer()  # the caller's own hands
         self._gathers.start_again()
-        self._gathers.end_forward()
+        self._gathers.end_forward()  # which begins the gathers of all buckets
 
     def weights_written(self) -> None:
         """The optimizer has stepped (called by `ShardedOptimizer`)."""
         self._gathers.start_again()
+        # With overlap the next forward brings the weights back, under its own computing.
         if not self.config.overlap_param_gather:
             self._gathers.finish()
 
@@ -457,7 +463,10 @@ class DistributedDataParallel(_NamesInside, DataParallel):
                 "load_state_dict(assign=True) replaces parameters, and the buckets hold the ones "
                 "that were wrapped: leave assign out, which copies"
             )
+        # What a load writes to must be there, and what it leaves out must be up to date.
         self._gathers.finish()
+        # Versions tell afterwards which parameters it has written: the others keep main weights
+        # of more bits than the model's.
         self._before_load = [[p._version for p in g.compute_parameters] for g in self._groups]
 
     def _end_load(self) -> None:
@@ -538,6 +547,7 @@ def _wrap_again(
     """
     mesh = ParallelMesh(*where) if parallel else where
     buffers = [buffer.clone() for buffer in module.buffers()]
+    # A class of the user's may take other arguments, and its attributes come with its state.
     made = cls.__new__(cls)
     DistributedDataParallel.__init__(made, module, config, mesh)
     if config.broadcast_buffers not in ("forward", True):  # each rank has its own by now

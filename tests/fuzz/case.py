@@ -23,6 +23,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import zlib
 
 import torch
 import torch.nn.functional as F
@@ -67,13 +68,14 @@ class Wrapper:
 
     Attributes:
         kind: "ddp", "fully_shard", "shard_module" or "torch".
-        strategy: 0 to 3, of the first two.
+        strategy: 0 to 3; 3 of the last two.
         replicas: ranks along the outer axis.
         outer: the outer strategy of `fully_shard`.
         mesh: "none", "layout" (a ParallelMesh) or "device" (a DeviceMesh).
         settings: further ones, as expressions.
         units: whether the classes of units are named.
         form: of the call: "both", "apart", "before" (the optimizer is made first).
+        patterns: of `fully_shard`: a strategy for each pattern of names, instead of one for all.
     """
 
     kind: str
@@ -84,6 +86,7 @@ class Wrapper:
     settings: dict[str, str] = field(default_factory=dict)
     units: bool = False
     form: str = "both"
+    patterns: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Case:
         residual: whether parts add to what they are given.
         differs: ranks begin with values of their own.
         auto: False: `sync_model_each_microbatch=False`.
+        meta: the model is on the meta device when it is wrapped, and `init_module` fills it.
     """
 
     name: str
@@ -115,6 +119,7 @@ class Case:
     scheduler: bool = False
     differs: bool = False
     auto: bool = True
+    meta: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -220,18 +225,51 @@ def _call(number: int, part: Part) -> list[str]:
     return lines * (2 if "again" in part.how else 1)
 
 
-def _build(case: Case) -> str:
-    seed = "rank" if case.differs else "0"
-    compiled = [n for n, part in enumerate(case.parts) if "compiled" in part.how]
-    compiling = "".join(f"\n    model.part{n} = me.compile(model.part{n})" for n in compiled)
-    return f"""
+LOSS = """
 def loss_of(out):
     if isinstance(out, dict):
         out = out["out"]
     if isinstance(out, tuple):
         out = out[0] + out[1][0]
     return (out.float() - 1).square().sum() / 16 if out.ndim else out
+"""
+FILL = """
 
+def fill(module, done=()):
+    own = {**module._parameters, **module._buffers}
+    for name, held in own.items():
+        if held is None or id(held) in done:
+            continue
+        seed = zlib.crc32(f"{type(module).__name__} {name} {tuple(held.shape)}".encode())
+        value = torch.randn(held.shape, generator=torch.Generator().manual_seed(seed))
+        if name in module._buffers:
+            held.fill_(0.5)
+        elif held.is_floating_point():
+            held.copy_(0.3 * value if held.ndim > 1 else 0.7 + 0.1 * value)
+        else:
+            held.zero_()
+    return [id(held) for held in own.values()]
+"""
+"""Fills the meta tensors of one module. Tied ones get the values of the first that holds them."""
+
+
+def _build(case: Case) -> str:
+    seed = "rank" if case.differs else "0"
+    compiled = [n for n, part in enumerate(case.parts) if "compiled" in part.how]
+    compiling = "".join(f"\n    model.part{n} = me.compile(model.part{n})" for n in compiled)
+    if case.meta:
+        return f"""{LOSS}{FILL}
+
+def build(me, rank):
+    with torch.device("cpu" if me.plain else "meta"):
+        model = Net()
+    done = []
+    with torch.no_grad():
+        for module in model.modules() if me.plain else ():
+            done += fill(module, done){compiling}
+    torch.manual_seed(100 + me.rank)
+    return model"""
+    return f"""{LOSS}
 
 def build(me, rank):
     torch.manual_seed(0)
@@ -310,7 +348,10 @@ def _ddp(case: Case, wrapper: Wrapper, settings: dict[str, str], names: list[str
 def _fully_shard(
     case: Case, wrapper: Wrapper, settings: dict[str, str], names: list[str]
 ) -> list[str]:
-    given = {"device_mesh": _mesh(wrapper), "zero_dp_strategy": str(wrapper.strategy)}
+    strategy = str(wrapper.patterns or wrapper.strategy)
+    given = {"device_mesh": _mesh(wrapper), "zero_dp_strategy": strategy}
+    if case.meta:
+        given["init_module"] = "fill"
     if wrapper.mesh == "device":
         given["dp_shard_dim"] = "'dp_shard'"
         if wrapper.replicas > 1:
@@ -362,7 +403,10 @@ def _torch(case: Case, wrapper: Wrapper, settings: dict[str, str], names: list[s
 def sums_of(case: Case, wrapper: Wrapper) -> dict[str, Any]:
     """In which order the wrapper promises to sum, and what it does to buffers."""
     settings = wrapper.settings
-    cadence = "every" if wrapper.strategy in (2, 3) or wrapper.kind == "shard_module" else "once"
+    words = {0: "once", 1: "once", 2: "every", 3: "every"}
+    cadence: Any = words[wrapper.strategy]
+    if wrapper.patterns:
+        cadence = [(pattern, words[strategy]) for pattern, strategy in wrapper.patterns.items()]
     if settings.get("reproducible") == "True":
         cadence = "reproducible"
     policy = {"ddp": "'forward'", "torch": "'never'"}.get(wrapper.kind, "'start'")
@@ -440,6 +484,9 @@ AFTER: dict[str, str] = {
     "reload": "me.save(model, optimizer)\n"
     "model, optimizer = me.wrap(functools.partial(build, me), make, wrapper1)\n"
     "me.load(model, optimizer)",
+    "set state": "state = me.state_of(model, optimizer)\n"
+    "model, optimizer = me.wrap(functools.partial(build, me), make, wrapper1)\n"
+    "me.set_state(model, optimizer, *state)",
 }
 """What happens when the gradients of all ranks are there."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from fuzz import parts as catalogue
 from fuzz.case import AFTER, FINAL, MICROBATCHES, Case, Part, Wrapper
@@ -63,13 +64,36 @@ def draw(seed: int | str, index: int) -> Case:
     )
     if "Muon" in case.optimizer or "LBFGS" in case.optimizer:
         case = case.changed(groups="all")
-    if wrappers[0].kind == "torch":
-        case = _within_fsdp2(case)
+    case = _within_fsdp2(case) if wrappers[0].kind == "torch" else _further(rng, case)
     strided = {"Strided", "ChannelsLast"} & {part.kind for part in case.parts}
     if "fused" in case.optimizer and strided:
         # torch's fused kernels for CPUs read weights of other strides as if they were contiguous.
         return case.changed(optimizer=case.optimizer.replace("fused", "foreach"))
     return case
+
+
+def _further(rng: random.Random, case: Case) -> Case:
+    """What was drawn later, so that cases without it are what they were."""
+    if rng.random() < 0.1:
+        wrappers = tuple(_by_patterns(rng, case, wrapper) for wrapper in case.wrappers)
+        case = case.changed(wrappers=wrappers)
+    if rng.random() < 0.1 and all(wrapper.kind == "fully_shard" for wrapper in case.wrappers):
+        case = case.changed(meta=True, differs=False)
+    if rng.random() < 0.4:
+        steps = tuple(
+            (before, tuple("set state" if name == "reload" else name for name in after))
+            for before, after in case.steps
+        )
+        case = case.changed(steps=steps)
+    return case
+
+
+def _by_patterns(rng: random.Random, case: Case, wrapper: Wrapper) -> Wrapper:
+    if wrapper.kind != "fully_shard" or wrapper.outer:
+        return wrapper
+    names = ["*.bias", *(f"part{number}.*" for number in range(len(case.parts)))]
+    chosen = {name: rng.randrange(4) for name in rng.sample(names, min(2, len(names)))}
+    return replace(wrapper, patterns={**chosen, "*": wrapper.strategy})
 
 
 def _within_fsdp2(case: Case) -> Case:
@@ -179,7 +203,7 @@ def _after(rng: random.Random, kept: set[str], reloaded: bool) -> tuple[str, ...
     if rng.random() < 0.04:
         names.remove(rng.choice(names[-2:]))
     if rng.random() < 0.35:
-        extra = rng.choice(sorted(set(AFTER) - set(_PLAIN) - {"step", "closure"}))
+        extra = rng.choice(sorted(set(AFTER) - set(_PLAIN) - {"step", "closure", "set state"}))
         allowed = {
             "thaw": "freeze" in kept,
             "state back": "state" in kept and not reloaded,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fnmatch
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,6 +120,26 @@ class Ranks(Place):
 
         with CheckpointManager(self._directory / f"save{self._saves}") as manager:
             manager.restore({"model": model, "optimizer": optimizer})
+
+    def state_of(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, 0)
+        options = StateDictOptions(full_state_dict=True)
+        return get_state_dict(model, optimizer, options=options)
+
+    def set_state(self, model: Any, optimizer: Any, weights: Any, state: Any) -> None:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+        options = StateDictOptions(full_state_dict=True)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=weights,
+            optim_state_dict=state,
+            options=options,
+        )
 
 
 def make_mesh(kind: str, replicas: int, world: int) -> Any:
@@ -240,13 +261,19 @@ class Replica(Place):
         self.record("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), norm))
 
     def save(self, model: Any, optimizer: Any) -> None:
-        self.forward_of = model
-        self.ask("buffers")
-        self._saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        self._saved = self.state_of(model, optimizer)
 
     def load(self, model: Any, optimizer: Any) -> None:
-        model.load_state_dict(self._saved[0])
-        optimizer.load_state_dict(self._saved[1])
+        self.set_state(model, optimizer, *self._saved)
+
+    def state_of(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        self.forward_of = model
+        self.ask("buffers")
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    def set_state(self, model: Any, optimizer: Any, weights: Any, state: Any) -> None:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
 
 
 TURN: list[Replica] = []
@@ -310,7 +337,7 @@ def sum_gradients(replicas: list[Replica]) -> bool:
     weights = [dict(replica.model.named_parameters()) for replica in replicas]
     for name in weights[0]:
         local = [[piece.get(name) for piece, _ in replica.pieces] for replica in replicas]
-        total = reduced(local, how) if local[0] else None
+        total = reduced(local, how, name) if local[0] else None
         if total is None:
             continue
         if how.get("mean", True):
@@ -325,13 +352,16 @@ def sum_gradients(replicas: list[Replica]) -> bool:
     return exact
 
 
-def reduced(local: list[list[Any]], how: dict[str, Any]) -> Tensor | None:
-    """The sum of `local[rank][microbatch]` in the order of law 2."""
-    if how["cadence"] == "reproducible":
+def reduced(local: list[list[Any]], how: dict[str, Any], name: str) -> Tensor | None:
+    """The sum of `local[rank][microbatch]` of a parameter, in the order of law 2."""
+    cadence = how["cadence"]
+    if isinstance(cadence, list):
+        cadence = next(word for pattern, word in cadence if fnmatch.fnmatchcase(name, pattern))
+    if cadence == "reproducible":
         return tree([of_rank[m] for m in range(len(local[0])) for of_rank in local])
     inner = how.get("inner") or len(local)
     rows = [local[first : first + inner] for first in range(0, len(local), inner)]
-    if how["cadence"] == "once":
+    if cadence == "once":
         return tree([tree([in_order(of_rank) for of_rank in row]) for row in rows])
     return tree([in_order([tree(list(m)) for m in zip(*row, strict=True)]) for row in rows])
 

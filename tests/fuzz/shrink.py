@@ -71,6 +71,7 @@ def smaller_than(case: Case) -> Iterator[Case]:
         "scheduler": False,
         "differs": False,
         "auto": True,
+        "meta": False,
         "optimizer": "torch.optim.SGD(groups, lr=0.05, foreach=False)",
     }.items():
         if getattr(case, name) != value:
@@ -137,7 +138,7 @@ def _tidy(case: Case) -> Case:
                 kept.append(name)
                 seen.add(name)
         steps.append((before, tuple(kept)))
-    wrappers = case.wrappers if "reload" in seen else case.wrappers[:1]
+    wrappers = case.wrappers if seen & {"reload", "set state"} else case.wrappers[:1]
     return case.changed(steps=tuple(steps), wrappers=wrappers)
 
 
@@ -148,7 +149,8 @@ def _plainer_wrappers(case: Case) -> Iterator[Case]:
             for name in wrapper.settings
         ]
         for name, value in {
-            "replicas": 1, "outer": 0, "mesh": "layout", "units": False, "form": "both"
+            "replicas": 1, "outer": 0, "mesh": "layout", "units": False, "form": "both",
+            "patterns": {},
         }.items():  # fmt: skip
             if getattr(wrapper, name) != value:
                 plainer.append(_with(wrapper, **{name: value}))

@@ -153,11 +153,19 @@ def test_any_model_can_say_how_it_is_stored(tmp_path):
     stored = safetensors.load_file(tmp_path / "model.safetensors")
     assert torch.equal(stored["right"], model.both[:, 2:])
     safetensors.save_file({**stored, "spare": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert import_huggingface(other, tmp_path) == ("spare",)
+    with pytest.raises(CheckpointMismatchError, match=r"has spare .*strict=False"):
+        import_huggingface(other, tmp_path)
+    assert not torch.equal(other.both, model.both)
+    assert import_huggingface(other, tmp_path, strict=False) == ("spare",)
     assert torch.equal(other.both, model.both)
+    other.bias = nn.Parameter(torch.ones(3))
+    for call in (export_huggingface, import_huggingface):
+        with pytest.raises(CheckpointMismatchError, match=r"model has bias .*weight map"):
+            call(other, tmp_path)
+    del other.bias
     with pytest.raises(ValueError, match="is a URL"):
         export_huggingface(model, "s3://bucket/model")
-    assert import_huggingface(other, f"file://{tmp_path}") == ("spare",)
+    assert import_huggingface(other, f"file://{tmp_path}", strict=False) == ("spare",)
     with pytest.raises(TypeError, match="huggingface_weights"):
         export_huggingface(nn.Linear(2, 2), tmp_path)
 

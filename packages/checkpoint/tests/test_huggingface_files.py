@@ -144,11 +144,12 @@ def test_quantised_tensors_are_refused_before_anything_changes(tmp_path, stored)
         import_huggingface(model, tmp_path)
     assert (model.a == 0).all()
     model.head = nn.Parameter(torch.zeros(10).to(stored), requires_grad=False)
-    assert import_huggingface(model, tmp_path) == ("head_scale_inv",)  # as they are
+    left = import_huggingface(model, tmp_path, strict=False)
+    assert left == ("head_scale_inv",)  # as they are
     assert torch.equal(model.head.float(), torch.ones(10))
     half = Model(0.0).bfloat16()
     half.head = model.head
-    import_huggingface(half, tmp_path)
+    import_huggingface(half, tmp_path, strict=False)
     assert (half.a == 1).all()
 
 

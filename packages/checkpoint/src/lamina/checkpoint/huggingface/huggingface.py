@@ -45,6 +45,8 @@ _SMALL = ("config.json", INDEX)
 _DIMENSIONS = 8  # the most that a tensor of a model has
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What is converted from one to another."""
+_DERIVED = (".rotary_emb.inv_freq", ".attn.masked_bias")
+"""Ends of names of tables in old files that follow from the config."""
 
 
 class _Tensors:
@@ -54,6 +56,28 @@ class _Tensors:
         self.tree: dict[str, Any] = model.state_dict()
         self._cut_tensors = CutTensors({"model": model}, Hints(mesh))
         self._parameters = dict(parameters_of(model))
+
+    def refuse_unlinked(self, links: Sequence[HuggingFaceLink]) -> None:
+        """CheckpointMismatchError names tensors that the weight map has under none of their names.
+
+        They would be left out without a word.
+        """
+        linked = {link.ours for link in links}
+        held = {id(self._parameters[name]) for name in linked & self._parameters.keys()}
+        left = sorted(
+            name
+            for name, value in self.tree.items()
+            if isinstance(value, Tensor)
+            and name not in linked
+            and id(self._parameters.get(name)) not in held
+        )
+        if left:
+            raise CheckpointMismatchError(
+                f"the model has {shortened(left)} ({len(left)} tensors), which its weight map does "
+                "not have, so Hugging Face's files have no place for them: add their links to "
+                "huggingface_weights(), or register buffers that follow from the config with "
+                "persistent=False"
+            )
 
     def region_of(self, name: str) -> TensorRegion | None:
         parameter = self._parameters.get(name)
@@ -135,7 +159,8 @@ def export_huggingface(
         TypeError: the model does not say how Hugging Face stores it; `dtype` and float8 parameters.
         ValueError: no architecture of Hugging Face's has the model's features; a URL; another
             `dtype` than float64, float32, float16 or bfloat16.
-        CheckpointMismatchError: its weight map names tensors that no rank has.
+        CheckpointMismatchError: its weight map names tensors that no rank has, or lacks some of
+            the model's.
         OSError: the first rank could not write; others raise CheckpointError.
 
     Examples:
@@ -149,6 +174,7 @@ def export_huggingface(
     path, ranks, model = _directory(directory), Ranks(group), unwrapped(model)
     weights = weights_of(model)
     tensors = ranks.together(lambda: _Tensors(model, mesh))
+    ranks.together(lambda: tensors.refuse_unlinked(weights.links))
     known = tensors.survey([link.ours for link in weights.links], ranks)
     plan = [_Planned(link, *known[link.ours], dtype) for link in weights.links]
     files = divide([t for planned in plan for made in planned.made for t in made], max_file_bytes)
@@ -295,6 +321,7 @@ def import_huggingface(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
+    strict: bool = True,
     mesh: Mesh = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[str, ...]:
@@ -306,17 +333,20 @@ def import_huggingface(
     Args:
         model: as for `export_huggingface`.
         path: a directory with `*.safetensors`, or one such file.
+        strict: whether files and model have to have all of each other's tensors. Without it the
+            model keeps what its weight map lacks, and has no use for others of the files.
         mesh: see `CheckpointManager`.
         group: the ranks that hold the model; None is all.
 
     Returns:
-        Names in the files that the model has no use for.
+        Names in the files that the model has no use for: with `strict` those of tables that follow
+        from the config.
 
     Raises:
         FileNotFoundError: no such files.
         ValueError: a URL.
         CheckpointMismatchError: a tensor is missing, has another shape, is quantised, or is on the
-            meta device here, by name.
+            meta device here, by name; with `strict`, one of the files or the model is left over.
         CheckpointDamagedError: a file is cut off or no safetensors file.
         CheckpointError: another rank failed.
 
@@ -334,21 +364,35 @@ def import_huggingface(
     def read() -> tuple[str, ...]:
         """Read what this rank has of the tensors; return the names without a use."""
         with Files(_directory(path)) as files:
+            used = {name for link in links for name in link.theirs}
+            short = {name.removeprefix("transformer.").removeprefix("model.") for name in used}
+            unused = tuple(sorted(set(files.names()) - used - short))
             for link in links:
                 _check_link(link, tensors, files)
+            if strict:
+                tensors.refuse_unlinked(links)
+                _refuse_unused(unused, files)
             for link in links:
                 if (part := tensors.held(link.ours)) is not None:
                     for piece in pieces_of(link, tensors.shape(link.ours)):
                         _import_one(piece, part, files)
-            used = {name for link in links for name in link.theirs}
-            short = {name.removeprefix("transformer.").removeprefix("model.") for name in used}
-            return tuple(sorted(set(files.names()) - used - short))
+            return unused
 
     # Ranks with whole models all fail alike, or are alone.
     cut = any(type(tensors.held(link.ours)) is not Tensor for link in links)
     left = Ranks(group).together(read) if cut else read()
     model.load_state_dict(tensors.tree)  # in place already; wrappers learn of it
     return left
+
+
+def _refuse_unused(names: Sequence[str], files: Files) -> None:
+    """Refuse weights that nothing reads: the model is another one than that of the files."""
+    left = [name for name in names if not name.endswith(_DERIVED)]
+    if left:
+        raise CheckpointMismatchError(
+            f"{files.path} has {shortened(left)} ({len(left)} tensors), which the model has no "
+            "place for: its config may be another one's. If they change nothing, pass strict=False"
+        )
 
 
 def _check_link(link: HuggingFaceLink, tensors: _Tensors, files: Files) -> None:

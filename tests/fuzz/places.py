@@ -172,6 +172,7 @@ class Replica(Place):
         self._sums = sums
         self.how: dict[str, Any] = {}
         self.compiles = False
+        self.weights = torch.float32
         self.model: Any = None
         self.forward_of: Any = None
         self.asked = ""
@@ -225,6 +226,10 @@ class Replica(Place):
     def wrap(self, build: Any, make: Any, wrapper: Any) -> Any:
         self.how = self._sums[wrapper.__name__]
         self.model = model = build(0)
+        for p in model.parameters() if self.weights != torch.float32 else ():
+            p.data = p.data.to(self.weights) if p.is_floating_point() else p.data
+        if self.weights != torch.float32:
+            model.register_forward_pre_hook(lambda _, args: (args[0].to(self.weights), *args[1:]))
         if self.how.get("buffers") and list(model.buffers()):
             model.register_forward_pre_hook(before_forward)
         return model, make(model)
@@ -290,12 +295,16 @@ def before_forward(module: nn.Module, _: Any) -> None:
 
 
 def in_one_process(
-    program: Callable[[Any], None], world: int, sums: dict[str, Any], compiles: bool = False
+    program: Callable[[Any], None],
+    world: int,
+    sums: dict[str, Any],
+    compiles: bool = False,
+    weights: torch.dtype = torch.float32,
 ) -> tuple[list[Records], bool]:
-    """Each rank's records, and whether law 2 promises their bits."""
+    """Each rank's records, and whether law 2 promises their bits; `weights` is their dtype."""
     replicas = [Replica(rank, world, sums) for rank in range(world)]
     for replica in replicas:
-        replica.compiles = compiles
+        replica.compiles, replica.weights = compiles, weights
     grad_enabled, random = torch.is_grad_enabled(), torch.get_rng_state()
     exact = True
     for replica in replicas:

@@ -83,7 +83,7 @@ def run_session(
             verdict = joined([json.loads(store.get(key)) for key in _keys(number, world)])
             if rank == 0:
                 if verdict.outcome == "obscure" and program is not None:
-                    verdict = refused_by_torch(case, program) or verdict
+                    verdict = refused_by_torch(case, program, verdict.detail) or verdict
                 if verdict.outcome == "done":
                     files = [Path(out, f"{number}.{r}") for r in range(world)]
                     found = [unpacked(pickle.loads(file.read_bytes())) for file in files]

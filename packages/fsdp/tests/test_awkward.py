@@ -1,5 +1,7 @@
 """Models that break wrappers silently. Parameters and gradients are compared with one process."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -66,9 +68,11 @@ def test_frozen_integers_are_indices_under_any_policy(strategy, ranks):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = fully_shard(Shuffled(), zero_dp_strategy=strategy, mixed_precision_policy=policy)
     model(torch.ones(3, 5)).sum().backward()
-    order = full_parameters(model)["order"]
-    assert order.dtype is torch.int64
-    assert order.tolist() == [4, 3, 2, 1, 0]
+    for one in (model, copy.deepcopy(model)):
+        order = full_parameters(one)["order"]
+        assert order.dtype is torch.int64
+        assert order.tolist() == [4, 3, 2, 1, 0]
+        one(torch.ones(3, 5))
 
 
 @pytest.mark.ranks(2)

@@ -42,6 +42,18 @@ def test_a_model_whose_optimizer_is_refused_is_as_it_was(ranks):
     assert model[0].keep_fp8_transpose_cache
 
 
+@pytest.mark.ranks(1)
+def test_state_that_was_made_on_meta_is_refused_before_anything_is_changed(ranks):
+    with torch.device("meta"):
+        model = build()
+    before = dict(model.named_parameters())
+    optimizer = torch.optim.Adagrad(model.parameters())
+    with pytest.raises(ValueError, match=r"Adagrad makes its state .*meta .*after sharding"):
+        fully_shard(model, optimizer)
+    assert all(p is before[name] and p.is_meta for name, p in model.named_parameters())
+    fully_shard(model, torch.optim.AdamW(model.parameters()))
+
+
 @pytest.mark.ranks(2)
 def test_lbfgs_beside_frozen_parameters_that_are_kept_in_fewer_bits(ranks):
     """They have no main weights, so it is no matter that LBFGS would not hold them."""

@@ -91,8 +91,8 @@ def refuse_optimizer(
 
     `known` are `id`s of the parameters of the module, and of main ones that stand for them, and
     `apart` names, by `id`, of those that have (or will have) a main parameter beside them.
-    ValueError: it holds none of them, or is an LBFGS (which keeps a list of them to itself) and
-    some are apart.
+    ValueError: it holds none of them, is an LBFGS (which keeps a list of them to itself) and some
+    are apart, or has state on the meta device.
     """
     ids = [id(p) for settings in optimizer.param_groups for p in settings["params"]]
     if ids and not any(key in known for key in ids):
@@ -100,6 +100,13 @@ def refuse_optimizer(
             f"{type(optimizer).__name__} holds {len(ids)} parameters and none of them is in the "
             "module: build it with optimizer = ...(model.parameters()) before (or after) sharding "
             "that same model"
+        )
+    kept = (value for state in optimizer.state.values() for value in state.values())
+    if any(isinstance(value, torch.Tensor) and value.is_meta for value in kept):
+        raise ValueError(
+            f"{type(optimizer).__name__} makes its state with the parameters, and they were on the "
+            "meta device then, where nothing has values: make the optimizer after sharding "
+            "(fully_shard_model, then fully_shard_optimizer)"
         )
     missed = [apart[key] for key in ids if key in apart]
     if isinstance(optimizer, torch.optim.LBFGS) and missed:

@@ -1,6 +1,8 @@
 """Writes docs/border.md: every use under every wrapper, torch's own beside ours.
 
 python tests/border/page.py [--only PATTERN [--merge]] [--columns 3,ddp]
+
+A run that is cut off (Ctrl-C, SIGTERM) merges the uses that it has finished into the page.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import argparse
 import fnmatch
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -42,15 +45,25 @@ def main() -> None:
             for cell in cover(number, use.cells())
         ]
     server = ForkServer()
+    found = {}
 
     def say(cell, answer):
+        found[cell] = answer
         if options.all or not answer.good:
             print(f"{' '.join(cell):60} {answer.verdict:10} {answer.detail}", flush=True)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        found = Border(server).run(cells, say)
+        Border(server).run(cells, say)
+    except KeyboardInterrupt:
+        print(f"cut off after {len(found)} of {len(cells)} cells")
     finally:
         server.close()
+    if len(found) < len(cells):
+        begun = {cell[0] for cell in cells if cell not in found}
+        uses = {name: use for name, use in uses.items() if name not in begun}
+        found = {cell: answer for cell, answer in found.items() if cell[0] in uses}
+        options.merge |= options.only == "*"
     if options.answers:
         lines = [
             json.dumps([*cell, answer.verdict, answer.detail]) for cell, answer in found.items()

@@ -53,7 +53,8 @@ def resolve_dtypes(
     """
     if not (parameter_dtype.is_floating_point or parameter_dtype.is_complex):
         # Integers (orders, quantised weights) are frozen. Cast, they would be no indices any more.
-        return GroupDtypes(*[parameter_dtype] * 4, given=parameter_dtype)
+        own = parameter_dtype
+        return GroupDtypes(own, own, own, own, given=own)
     weights = compute or parameter_dtype
     main_dtype = torch.promote_types(parameter_dtype, main) if main else parameter_dtype
     grads, wire = grads or main_dtype, wire or weights

@@ -1,11 +1,12 @@
 """A training step's demands on a device, engine beside engine, counted on the virtual GPU.
 
-    python3 noxfile.py -s virtual-gpu -- python benchmarks/virtual_gpu.py    # 1b and 8b
-
-further words: sizes, --world 64, --recompute.
+    python3 noxfile.py -s virtual-gpu -- python benchmarks/virtual_gpu.py    # all rows
+    ... benchmarks/virtual_gpu.py 8b --engines fsdp2 lamina-3                # some
 
 Rank 0 of a world plays a Llama in plain torch, 1 x 8,192 tokens, bf16 over fp32, fused AdamW,
-clipping. The other ranks do not exist. Memory is what torch's caching allocator takes. Seconds
+clipping. 70b is cut over 8 ranks of tp, 30b-moe has 128 experts that a forced router loads evenly;
+both compute each block again in backward. The other ranks do not exist. Memory is what torch's
+caching allocator takes. Seconds
 are of the virtual clock, whose rates are data sheets' and not calibrated. Megatron-FSDP takes part
 where `pip install megatron-fsdp==0.6.1` was run in `.nox/virtual-gpu`.
 """
@@ -19,25 +20,36 @@ import subprocess
 import sys
 
 ENGINES = ("fsdp2", "megatron-fsdp", "lamina-3")
+# Size, ranks, further words of a step.
+ROWS = (
+    ("1b", 8, ()),
+    ("8b", 8, ()),
+    ("8b", 1024, ()),
+    ("30b-moe", 16, ("--recompute",)),
+    ("70b", 64, ("--tp", "8", "--recompute")),
+    ("70b", 1024, ("--tp", "8", "--recompute")),
+)
 
 
-def row(engine: str, size: str, more: list[str]) -> dict[str, object]:
-    command = [sys.executable, __file__, "--engine", engine, "--size", size, *more]
+def row(engine: str, size: str, world: int, more: tuple[str, ...]) -> dict[str, object]:
+    what = {"engine": engine, "size": size, "world": world}
+    words = [f"--{name}={value}" for name, value in what.items()]
+    command = [sys.executable, __file__, *words, *more]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode or not answer.stdout.strip():
-        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        return {"engine": engine, "size": size, "failed": last[:200]}
-    return json.loads(answer.stdout.splitlines()[-1])
+        lines = [line for line in answer.stderr.splitlines() if "Error" in line] or ["no message"]
+        return {**what, "failed": lines[-1][:200]}
+    return {**what, **json.loads(answer.stdout.splitlines()[-1])}
 
 
 def line(one: dict) -> str:
-    name = f"| {one['size']}, {one['engine']} |"
+    name = f"| {one['size']} on {one['world']:,}, {one['engine']} |"
     if reason := one.get("failed") or one.get("out_of_memory"):
         return f"{name} {reason.splitlines()[0][:160]} |"
     cells = [
         f"{one['allocated_gib']:.1f} / {one['reserved_gib']:.1f} ({one['retries']})",
-        f"{one['launches']:,}; {one['gathers']}; {one['reductions']}",
-        f"{one['event_records']} / {one['event_waits']}",
+        f"{one['launches']:,}; {one['gathers']:,}; {one['reductions']:,}",
+        f"{one['event_records']:,} / {one['event_waits']:,}",
         f"{one['host_waits']}",
         f"{one['python_calls']:,}",
         f"{one['virtual_seconds']:.3f}",
@@ -47,26 +59,25 @@ def line(one: dict) -> str:
 
 def table() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sizes", nargs="*", default=["1b", "8b"])
-    parser.add_argument("--world", default="8")
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("sizes", nargs="*", help="such as 8b, or 8b@1024; all if none")
+    parser.add_argument("--engines", nargs="*", default=ENGINES)
     words = parser.parse_args()
     if importlib.util.find_spec("lamina_virtual_gpu") is None:
         print("no virtual GPU in this environment: python3 noxfile.py -s virtual-gpu makes one")
         return
-    more = ["--world", words.world, *(["--recompute"] if words.recompute else [])]
     print(
         "| | allocated / reserved, GiB (retries) | launches; gathers; reductions "
         "| events recorded / waited for | host waits | calls in Python | virtual step, s |"
     )
     print("|" + " --- |" * 7)
-    for size in words.sizes:
-        for engine in ENGINES:
-            print(line(row(engine, size, more)), flush=True)
+    for size, world, more in ROWS:
+        if not words.sizes or {size, f"{size}@{world}"} & set(words.sizes):
+            for engine in words.engines:
+                print(line(row(engine, size, world, more)), flush=True)
 
 
 if __name__ == "__main__":
-    if "--engine" in sys.argv:
+    if any(word.startswith("--engine=") or word == "--engine" for word in sys.argv):
         from virtual_gpu_step import main
 
         main()

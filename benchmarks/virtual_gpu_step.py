@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,11 @@ bf16, fp32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Size:
-    """Width, blocks, heads, heads of keys and values, width of the MLP, vocabulary, tokens."""
+    """Width, blocks, heads, heads of keys and values, width of the MLP, vocabulary, tokens.
+
+    With experts an MLP is one of them, and `chosen` of them take each token. The router is forced:
+    it computes its scores, and every expert takes as many tokens as each other one.
+    """
 
     width: int
     blocks: int
@@ -45,13 +50,82 @@ class Size:
     hidden: int
     vocabulary: int
     tokens: int
+    head: int = 128
+    experts: int = 0
+    chosen: int = 0
 
 
 SIZES = {
-    "tiny": Size(256, 4, 4, 2, 512, 1024, 512),
-    "1b": Size(2048, 16, 32, 8, 8192, 128256, 8192),
+    "tiny": Size(256, 4, 4, 2, 512, 1024, 512, head=64),
+    "tiny-moe": Size(256, 4, 4, 2, 128, 1024, 512, head=64, experts=8, chosen=2),
+    "1b": Size(2048, 16, 32, 8, 8192, 128256, 8192, head=64),
     "8b": Size(4096, 32, 32, 8, 14336, 128256, 8192),
+    "30b-moe": Size(2048, 48, 32, 4, 768, 151936, 8192, experts=128, chosen=8),
+    "70b": Size(8192, 80, 64, 8, 28672, 128256, 8192),
 }
+
+
+class _Copied(torch.autograd.Function):
+    """What all ranks of tp read: their gradients are added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Added(torch.autograd.Function):
+    """The sum of what the ranks of tp have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Joined(torch.autograd.Function):
+    """The columns of all ranks of tp, rank 0's first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        parts = x.new_empty(group.size(), *x.shape)
+        dist.all_gather_into_tensor(parts, x, group=group)
+        ctx.width = x.shape[-1]
+        return parts.movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad[..., : ctx.width].contiguous(), None
+
+
+class Cut:
+    """How a model is cut over the ranks of tp, as Megatron cuts it; this process is rank 0."""
+
+    def __init__(self, tp: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        self.tp, self.group = tp, group
+
+    def copied(self, x: torch.Tensor) -> torch.Tensor:
+        """Give all ranks the input of their columns."""
+        return x if self.tp == 1 else _Copied.apply(x, self.group)
+
+    def added(self, x: torch.Tensor) -> torch.Tensor:
+        """Add what the ranks' rows give."""
+        return x if self.tp == 1 else _Added.apply(x, self.group)
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """Put the ranks' columns side by side."""
+        return x if self.tp == 1 else _Joined.apply(x, self.group)
 
 
 class RMSNorm(nn.Module):
@@ -79,19 +153,19 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class Attention(nn.Module):
     """Grouped-query attention, causal, with rotary positions."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, cut: Cut) -> None:
         super().__init__()
-        self.size, self.head = size, size.width // size.heads
-        kv = size.kv_heads * self.head
-        self.query = nn.Linear(size.width, size.width, bias=False)
+        self.size, self.head, self.cut = size, size.head, cut
+        inner, kv = (n * self.head // cut.tp for n in (size.heads, size.kv_heads))
+        self.query = nn.Linear(size.width, inner, bias=False)
         self.key = nn.Linear(size.width, kv, bias=False)
         self.value = nn.Linear(size.width, kv, bias=False)
-        self.out = nn.Linear(size.width, size.width, bias=False)
+        self.out = nn.Linear(inner, size.width, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """One forward."""
         batch, tokens, _ = x.shape
-        heads = (batch, tokens, -1, self.head)
+        heads, x = (batch, tokens, -1, self.head), self.cut.copied(x)
         query, key, value = (
             layer(x).view(heads).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
@@ -99,30 +173,59 @@ class Attention(nn.Module):
         times = self.size.heads // self.size.kv_heads
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, -1))
+        return self.cut.added(self.out(mixed.transpose(1, 2).reshape(batch, tokens, -1)))
 
 
 class MLP(nn.Module):
     """A gated MLP."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, cut: Cut) -> None:
         super().__init__()
-        self.gate = nn.Linear(size.width, size.hidden, bias=False)
-        self.up = nn.Linear(size.width, size.hidden, bias=False)
-        self.down = nn.Linear(size.hidden, size.width, bias=False)
+        self.cut, hidden = cut, size.hidden // cut.tp
+        self.gate = nn.Linear(size.width, hidden, bias=False)
+        self.up = nn.Linear(size.width, hidden, bias=False)
+        self.down = nn.Linear(hidden, size.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One forward."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        x = self.cut.copied(x)
+        return self.cut.added(self.down(F.silu(self.gate(x)) * self.up(x)))
+
+
+class Experts(nn.Module):
+    """Gated MLPs, each of which takes the same number of tokens."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
+        self.router = nn.Linear(size.width, size.experts, bias=False)
+        inward = (size.experts, size.width, size.hidden)
+        self.gate, self.up = (nn.Parameter(torch.empty(inward)) for _ in range(2))
+        self.down = nn.Parameter(torch.empty(size.experts, size.hidden, size.width))
+
+    def reset_parameters(self) -> None:
+        """As torch's modules have it: FSDP2 and Megatron-FSDP call it."""
+        for weight in (self.gate, self.up, self.down):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One forward: token n goes to experts n, n + 1, and so on, whatever the router says."""
+        tokens, chosen = x.flatten(0, -2), self.size.chosen
+        scores = self.router(tokens).float().softmax(-1)[:, :chosen].to(x.dtype)
+        copies = tokens.repeat(chosen, 1).view(self.size.experts, -1, x.shape[-1])
+        inner = F.silu(torch.bmm(copies, self.gate)) * torch.bmm(copies, self.up)
+        out = torch.bmm(inner, self.down).view(chosen, *tokens.shape)
+        return (out * scores.t()[:, :, None]).sum(0).view_as(x)
 
 
 class Block(nn.Module):
     """What an engine gathers at once."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, cut: Cut) -> None:
         super().__init__()
-        self.norm1, self.attention = RMSNorm(size.width), Attention(size)
-        self.norm2, self.mlp = RMSNorm(size.width), MLP(size)
+        self.norm1, self.attention = RMSNorm(size.width), Attention(size, cut)
+        self.norm2 = RMSNorm(size.width)
+        self.mlp = Experts(size) if size.experts else MLP(size, cut)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """One forward."""
@@ -133,13 +236,14 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Tokens to logits."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, cut: Cut | None = None) -> None:
         super().__init__()
-        self.head_width = size.width // size.heads
-        self.embedding = nn.Embedding(size.vocabulary, size.width)
-        self.blocks = nn.ModuleList([Block(size) for _ in range(size.blocks)])
+        self.head_width, self.cut = size.head, cut or Cut()
+        vocabulary = size.vocabulary // self.cut.tp
+        self.embedding = nn.Embedding(vocabulary, size.width)
+        self.blocks = nn.ModuleList([Block(size, self.cut) for _ in range(size.blocks)])
         self.norm = RMSNorm(size.width)
-        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.head = nn.Linear(size.width, vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """One forward."""
@@ -147,10 +251,10 @@ class Llama(nn.Module):
         pairs = torch.arange(0, self.head_width, 2, device=ids.device).float()
         angles = torch.outer(places, 5e5 ** (-pairs / self.head_width))
         cos, sin = angles.cos(), angles.sin()
-        x = self.embedding(ids)
+        x = self.cut.added(self.embedding(ids))
         for block in self.blocks:
             x = block(x, cos, sin)
-        return self.head(self.norm(x))
+        return self.cut.joined(self.head(self.cut.copied(self.norm(x))))
 
 
 def recompute(model: Llama) -> None:
@@ -171,12 +275,15 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def fsdp2(model: Llama, world: int, settings: dict[str, object]) -> Engine:
+def fsdp2(model: Llama, world: int, tp: int, settings: dict[str, object]) -> Engine:
     """Torch's own, as torchtitan's recipe uses it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = dist.init_device_mesh("cuda", (world,))
-    how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)}
+    mesh = dist.init_device_mesh("cuda", (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    how = {
+        "mesh": mesh["dp"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32),
+    }
     fully_shard(model.embedding, **how)
     for block in model.blocks:
         fully_shard(block, **how)
@@ -186,7 +293,7 @@ def fsdp2(model: Llama, world: int, settings: dict[str, object]) -> Engine:
     return model, adamw(model)
 
 
-def lamina(model: Llama, world: int, settings: dict[str, object], strategy: int) -> Engine:
+def lamina(model: Llama, world: int, tp: int, settings: dict[str, object], strategy: int) -> Engine:
     """`lamina.fsdp.fully_shard` with a strategy."""
     from lamina.fsdp import MixedPrecisionPolicy, fully_shard
     from lamina.mesh import ParallelLayout
@@ -195,10 +302,11 @@ def lamina(model: Llama, world: int, settings: dict[str, object], strategy: int)
         param_dtype=bf16, main_params_dtype=fp32, main_grads_dtype=fp32, grad_comm_dtype=fp32
     )
     how = {"zero_dp_strategy": strategy, "mixed_precision_policy": policy, **settings}
-    return fully_shard(model, adamw(model), device_mesh=ParallelLayout().build("cuda"), **how)
+    mesh = ParallelLayout(tp=tp).build("cuda")
+    return fully_shard(model, adamw(model), device_mesh=mesh, **how)
 
 
-def lamina_ddp(model: Llama, world: int, settings: dict[str, object]) -> Engine:
+def lamina_ddp(model: Llama, world: int, tp: int, settings: dict[str, object]) -> Engine:
     """`lamina.ddp.DistributedDataParallel` over fp32 weights."""
     from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig
     from lamina.mesh import ParallelLayout
@@ -210,7 +318,7 @@ def lamina_ddp(model: Llama, world: int, settings: dict[str, object]) -> Engine:
     return wrapped, adamw(wrapped)
 
 
-def torch_ddp(model: Llama, world: int, settings: dict[str, object]) -> Engine:
+def torch_ddp(model: Llama, world: int, tp: int, settings: dict[str, object]) -> Engine:
     """Torch's DistributedDataParallel, for the row above."""
     model = model.to_empty(device="cuda")
     wrapped = nn.parallel.DistributedDataParallel(
@@ -219,7 +327,7 @@ def torch_ddp(model: Llama, world: int, settings: dict[str, object]) -> Engine:
     return wrapped, adamw(wrapped)
 
 
-def megatron_fsdp(model: Llama, world: int, settings: dict[str, object]) -> Engine:
+def megatron_fsdp(model: Llama, world: int, tp: int, settings: dict[str, object]) -> Engine:
     """NVIDIA's Megatron-FSDP from PyPI."""
     import megatron_fsdp.param_and_grad_buffer as buffers
     import megatron_fsdp.uneven_dtensor as uneven
@@ -234,18 +342,21 @@ def megatron_fsdp(model: Llama, world: int, settings: dict[str, object]) -> Engi
     )
     return fully_shard(
         model, adamw(model), mixed_precision_policy=policy,
-        device_mesh=dist.init_device_mesh("cuda", (world, 1), mesh_dim_names=("dp", "tp")),
+        device_mesh=dist.init_device_mesh("cuda", (world // tp, tp), mesh_dim_names=("dp", "tp")),
         dp_shard_dim="dp", tp_dim="tp", fsdp_unit_modules=[Block], zero_dp_strategy=3,
         init_model_with_meta_device=True, **settings,
     )  # fmt: skip
 
 
-def strategy(number: int) -> Callable[[Llama, int, dict[str, object]], Engine]:
+Maker = Callable[[Llama, int, int, dict[str, object]], Engine]
+
+
+def strategy(number: int) -> Maker:
     """Return a row of Lamina's `fully_shard`."""
-    return lambda model, world, settings: lamina(model, world, settings, number)
+    return lambda model, world, tp, settings: lamina(model, world, tp, settings, number)
 
 
-ENGINES: dict[str, Callable[[Llama, int, dict[str, object]], Engine]] = {
+ENGINES: dict[str, Maker] = {
     "fsdp2": fsdp2,
     "megatron-fsdp": megatron_fsdp,
     "torch-ddp": torch_ddp,
@@ -284,7 +395,8 @@ def of_step(step: Callable[[], None]) -> dict[str, object]:
     begun = virtual_gpu.now()
     virtual_gpu.reset()
     real = time.process_time()
-    step()
+    with virtual_gpu.host_waits() as waits:
+        step()
     real, host = time.process_time() - real, virtual_gpu.now() - begun
     seen = virtual_gpu.record()
     torch.cuda.synchronize()
@@ -317,18 +429,22 @@ def of_step(step: Callable[[], None]) -> dict[str, object]:
         "host_processor_seconds": round(real, 3),
         "teraoperations": round(seen.operations / 1e12, 1),
         "not_modelled": seen.not_modelled,
+        "waits_at": [[times, *lines] for lines, times in waits.items()],
     }
 
 
 def measure(words: argparse.Namespace) -> dict[str, object]:
     """Build the model under its engine and return what a steady step does."""
     size = SIZES[words.size]
+    group = dist.new_group(list(range(words.tp))) if words.tp > 1 else None
     with torch.device("meta"):
-        model = Llama(size)
+        model = Llama(size, Cut(words.tp, group))
     if words.recompute:
         recompute(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine, optimizer = ENGINES[words.engine](model, words.world, json.loads(words.settings))
+    engine, optimizer = ENGINES[words.engine](
+        model, words.world, words.tp, json.loads(words.settings)
+    )
     ids = torch.zeros(words.batch, size.tokens + 1, dtype=torch.long, device="cuda")
     loss_hook: list[Callable[[torch.Tensor], None]] = []
     plain = words.engine.endswith("ddp")
@@ -348,18 +464,16 @@ def measure(words: argparse.Namespace) -> dict[str, object]:
     for _ in range(2):
         step()
     result = of_step(step)
-    with virtual_gpu.host_waits() as waits:
-        step()
     with python_calls(loss_hook) as calls:
         step()
     return {
         "engine": words.engine,
         "size": words.size,
         "world": words.world,
+        "tp": words.tp,
         "parameters": parameters,
         **result,
         "python_calls": calls["calls"],
-        "waits_at": [[times, *lines] for lines, times in waits.items()],
     }
 
 
@@ -369,6 +483,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--settings", default="{}", help="further arguments of the engine, as JSON")
@@ -383,10 +498,12 @@ def main() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577")
     torch.cuda.set_device(0)
     backend = "cpu:fake,cuda:nccl"
+    # A group that is bound to a device makes others by splitting, and NCCL's stand-in does not know
+    # how many ranks a part has.
+    bound = torch.device("cuda:0") if words.tp == 1 else None
     dist.init_process_group(
-        backend, store=dist.HashStore(), rank=0, world_size=words.world,
-        device_id=torch.device("cuda:0"),
-    )  # fmt: skip
+        backend, store=dist.HashStore(), rank=0, world_size=words.world, device_id=bound
+    )
     try:
         result = measure(words)
     except torch.OutOfMemoryError as error:

@@ -45,16 +45,17 @@ def set_up(session: nox.Session, torch: str = "2.14") -> Path:
 
 @nox.session(venv_backend="none", default=False, name="virtual-gpu")
 def virtual_gpu(session: nox.Session) -> None:
-    """A GPU that computes nothing: tests of it; `-- budgets`: what a step may ask of a device."""
+    """A GPU that computes nothing, tested; `-- budgets` of a step; `-- all` tests for GPUs."""
     words = list(session.posargs)
     torch = words.pop(words.index("--torch") + 1) if "--torch" in words else "2.14"
     words = [word for word in words if word != "--torch"]
     python = set_up(session, torch)
-    what = words.pop(0) if words[:1] in (["budgets"], ["python"], ["test"]) else "test"
+    what = words.pop(0) if words[:1] in (["budgets"], ["all"], ["python"], ["test"]) else "test"
     if what == "python":  # for one's own program
         command = [str(python), *words]
-    elif what == "budgets":
-        command = [str(python), "-m", "tasks.virtual_gpu.budgets", *words]
+    elif what in ("budgets", "all"):
+        module = {"budgets": "budgets", "all": "everything"}[what]
+        command = [str(python), "-m", f"tasks.virtual_gpu.{module}", *words]
     else:
         command = [str(python), "-m", "pytest", "-q", *TESTS, *words]
     session.run(*command, external=True, env=CHILD_ENV)

@@ -11,11 +11,10 @@ errors, memory, addresses, launches, waits, order.
 # `try`, and so is each call that stands alone, since helpers assert too. If an AssertionError comes
 # out, `judge` looks at it. It is passed over if one of these holds:
 # - the statement has copied from a device to the host (`item`, `torch.equal`, a comparison's bool);
-# - it was raised by `torch.testing`;
 # - a name in the assert that failed stands for a tensor, for a float, or for a collection of them.
 #   Such an assert compares what was brought to the host earlier.
 # The body of a test is put into `try` as well, because a helper's result may have to be there for
-# the test to go on. Such a test is skipped from there, with the assert as the reason.
+# the test to go on. Such a test is skipped from there. `torch.testing` compares all but the values.
 
 from __future__ import annotations
 
@@ -66,8 +65,6 @@ def about_values(traceback: TracebackType | None) -> bool:
     """Whether the assert that failed names tensors or floats."""
     last = None
     while traceback is not None:
-        if traceback.tb_frame.f_globals.get("__name__", "").startswith("torch.testing"):
-            return True
         last, traceback = traceback, traceback.tb_next
     return last is not None and any(map(is_value, named(last.tb_frame, last.tb_lineno)))
 

@@ -1,0 +1,120 @@
+"""All of ours that asks for a GPU, on the virtual one: tests marked for GPUs, and the NCCL cells.
+
+`python3 noxfile.py -s virtual-gpu -- all` runs every part, `-- all ddp-2 models` some,
+`-- all --share 1/4` the first quarter. A part that was cut off goes on. What compares values that
+the device would have computed is left out (`VGPU_VALUES=unknown`); the rest is asserted. `--keep`
+writes `docs/records/virtual-gpu.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.bootstrap import LAYERS
+from tasks.matrix.record import Result, read_results
+
+__all__ = ["Part", "main", "parts"]
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / ".virtual-gpu"
+RECORD = ROOT / "docs" / "records" / "virtual-gpu.md"
+WORLDS = (1, 2, 4, 8)
+MARKED = {
+    "step": ("tests/test_gpu.py",),
+    "models": tuple(
+        f"packages/models/tests/test_{name}on_gpu.py" for name in ("", "moe_", "mamba_")
+    ),
+    "registration": ("packages/collectives/tests/test_registration.py",),
+}
+PLUGINS = ("-p", "lamina_testing.plugin", "-q", "--tb=short", "-o", "faulthandler_timeout=240")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tests of one kind: its name, and the words for pytest."""
+
+    name: str
+    words: tuple[str, ...]
+
+    @property
+    def results(self) -> Path:
+        """Return the file that has each test's result."""
+        return RESULTS / f"{self.name}.jsonl"
+
+
+def parts() -> list[Part]:
+    """Return all parts: files marked for GPUs, then each layer on each number of NCCL ranks."""
+    found = [Part(name, files) for name, files in MARKED.items()]
+    for layer in LAYERS:
+        for world in WORLDS:
+            words = (f"packages/{layer}/tests", "--backend", "nccl", "--world-size", str(world))
+            found.append(Part(f"{layer}-{world}", words))
+    return found
+
+
+def run(part: Part) -> None:
+    """Run a part; what has ended without a failure before is not run again."""
+    RESULTS.mkdir(exist_ok=True)
+    env = {**os.environ, "VGPU_VALUES": "unknown", "VGPU_DEVICES": "8"}
+    more = ["--results", str(part.results)]
+    command = [sys.executable, "-m", "pytest", *PLUGINS, *part.words, *more]
+    subprocess.run(command, cwd=ROOT, env=env)
+
+
+def page(chosen: Sequence[Part]) -> Iterator[str]:
+    """Yield the record in Markdown."""
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    yield "# Everything of ours on the virtual GPU\n"
+    yield f"`python3 noxfile.py -s virtual-gpu -- all --keep` on {time.strftime('%Y-%m-%d')} at"
+    yield f"`{commit}`. Asserts about values that the device would have computed are left out.\n"
+    yield "| part | passed | skipped | failed |"
+    yield "| --- | --- | --- | --- |"
+    failures: list[Result] = []
+    for part in chosen:
+        last = read_results(part.results).values() if part.results.exists() else []
+        counts = Counter(result.outcome for result in last)
+        failures += [result for result in last if result.outcome == "failed"]
+        if counts:
+            figures = (counts[outcome] for outcome in ("passed", "skipped", "failed"))
+            yield f"| {part.name} | {' | '.join(map(str, figures))} |"
+        else:
+            yield f"| {part.name} | not run | | |"
+    yield "\nWhat failed, with the first words of the reason:\n"
+    for result in failures:
+        reason = json.dumps(result.reason.splitlines()[0][:150]) if result.reason else "no reason"
+        yield f"- `{result.case}`: {reason}"
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the parts that the words choose; return 1 if a test of them failed."""
+    share = words[words.index("--share") + 1] if "--share" in words else "1/1"
+    place, _, count = share.partition("/")
+    names = {word for word in words if not word.startswith("--") and word != share}
+    chosen = [part for part in parts() if not names or part.name in names]
+    mine = chosen[int(place) - 1 :: int(count)]
+    if not mine:
+        print(f"no part is called {' '.join(sorted(names))}; there are", end=" ")
+        print(*(part.name for part in parts()))
+        return 1
+    for part in mine:
+        run(part)
+    if "--keep" in words:
+        RECORD.write_text("\n".join(page(parts())) + "\n")
+    found = [result for part in mine if part.results.exists()
+             for result in read_results(part.results).values()]  # fmt: skip
+    counts = Counter(result.outcome for result in found)
+    print(", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
+    return int(bool(counts["failed"] or not found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -223,11 +223,11 @@ def test_words_for_other_ranks_are_there_until_they_are_replaced(tmp_path):
     store = HashStore()
     watchdog, other = (Watchdog(store, rank, 3, 30.0, tmp_path) for rank in (0, 1))
     try:
-        watchdog.tell("save", "1 2")
-        other.tell("save", "1 3")
-        other.tell("save", "2 1")
-        other.tell("load", "9 9")
-        assert watchdog.told("save", [0, 1, 2]) == {0: "1 2", 1: "2 1"}
+        watchdog.say("save", "1 2")
+        other.say("save", "1 3")
+        other.say("save", "2 1")
+        other.say("load", "9 9")
+        assert watchdog.said("save", [0, 1, 2]) == {0: "1 2", 1: "2 1"}
     finally:
         watchdog.close()
         other.close()

@@ -66,7 +66,7 @@ class FlatBuffer:
         self.axes: tuple[Axis, ...] = resolve_axes(mesh, len(self.placement))
         self.communicator = communicator
         sizes = tuple(axis.size for axis in self.axes)
-        self._cut = Cut(sizes, tuple(one.cuts for one in self.placement))
+        self._cut = Cut(sizes, tuple(placement.cuts for placement in self.placement))
         if layout.num_shards % self._cut.pieces:
             raise ValueError(
                 f"a layout of {layout.num_shards} shards does not cut into {self._cut.pieces} "
@@ -93,8 +93,8 @@ class FlatBuffer:
 
     def _where(self) -> str:
         return ", ".join(
-            f"{axis.name}={axis.rank}/{axis.size} {type(one).__name__}"
-            for axis, one in zip(self.axes, self.placement, strict=True)
+            f"{axis.name}={axis.rank}/{axis.size} {type(placement).__name__}"
+            for axis, placement in zip(self.axes, self.placement, strict=True)
         )
 
     @cached_property
@@ -119,11 +119,11 @@ class FlatBuffer:
         for a run without elements).
         """
         piece, low = self._cut.piece(self._coordinate), self.range[0]
-        found = []
+        spans = []
         for index, offset in enumerate(self.layout.offsets):
             start, stop = self.layout.within(index, *self.range)
-            found.append(Span(piece, start, stop, offset + start - low if stop > start else 0))
-        return tuple(found)
+            spans.append(Span(piece, start, stop, offset + start - low if stop > start else 0))
+        return tuple(spans)
 
     def piece(self, placement: Placement | Sequence[Placement]) -> torch.Tensor:
         """The part of `data` this rank would hold under another (finer) placement: a view.
@@ -134,7 +134,7 @@ class FlatBuffer:
         chosen = as_placements(placement)
         if len(chosen) != len(self.axes):
             raise ValueError(f"{len(chosen)} placements for {len(self.axes)} axes")
-        cut = Cut(self._cut.sizes, tuple(one.cuts for one in chosen))
+        cut = Cut(self._cut.sizes, tuple(placement.cuts for placement in chosen))
         start, stop = cut.range(self.layout.size, self._coordinate)
         low, high = self.range
         if start < low or stop > high:
@@ -154,6 +154,7 @@ class FlatBuffer:
             ValueError: no such axes.
         """
         sizes = self._cut.sizes
+        # From the innermost axis outwards, until the axes make as many pieces as there are shards.
         for first in range(len(sizes), -1, -1):
             if math.prod(sizes[first:]) == self.layout.num_shards and not any(
                 self._cut.sharded[:first]
@@ -204,7 +205,7 @@ class FlatBuffer:
             ValueError: the buffer is Partial along an axis: its sums are no tensor yet.
         """
         layout, cut, position = self.layout, self._cut, self.layout.position(name)
-        if any(isinstance(one, Partial) for one in self.placement):
+        if any(isinstance(placement, Partial) for placement in self.placement):
             raise ValueError(
                 f"{layout.specs[position].name}: this buffer is Partial ({self._where()}), its "
                 "elements are still to be summed: reduce it first, then wrap the reduced piece "
@@ -212,6 +213,7 @@ class FlatBuffer:
             )
         axes = tuple(axis for axis, cuts in zip(self.axes, self.cuts, strict=True) if cuts)
 
+        # Lazily: it costs a step per rank, and few ask for it.
         def extents() -> list[tuple[int, int]]:
             length = layout.size // cut.pieces
             return [

@@ -50,10 +50,10 @@ class Partial(Placement):
 def as_placements(placement: Placement | Sequence[Placement]) -> tuple[Placement, ...]:
     """One placement, or several with the outer axis first, as a tuple; TypeError for others."""
     chosen = tuple(placement) if isinstance(placement, Sequence) else (placement,)
-    for one in chosen:
-        if not isinstance(one, Replicate | Shard | Partial):
+    for each in chosen:
+        if not isinstance(each, Replicate | Shard | Partial):
             raise TypeError(
-                f"placement {one!r} is not Replicate(), Shard() or Partial() (instances, not "
+                f"placement {each!r} is not Replicate(), Shard() or Partial() (instances, not "
                 "classes; torch's own placements name a tensor dimension and mean something else)"
             )
     return chosen
@@ -114,6 +114,7 @@ class Cut:
     def piece(self, coordinate: Sequence[int]) -> int:
         """Which of the pieces, in buffer order, the rank at `coordinate` (outer first) holds."""
         index = 0
+        # From the innermost axis, whose place is the most significant: it cut first.
         axes = zip(self.sizes, self.sharded, coordinate, strict=True)
         for size, cuts, place in reversed(tuple(axes)):
             if cuts:

@@ -41,8 +41,9 @@ def check_fields(settings: Any) -> None:
     first of all when it is made.
     """
     title, hints = type(settings).__name__, _hints(settings.__class__)
-    for one in fields(settings):
-        _check(f"{title}({one.name}=", getattr(settings, one.name), hints[one.name], one.metadata)
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        _check(f"{title}({each.name}=", value, hints[each.name], each.metadata)
 
 
 def check_arguments(function: FunctionT) -> FunctionT:

@@ -87,6 +87,7 @@ class AxisSizes:
         if not isinstance(world_size, int) or world_size < 1:
             raise LayoutError(f"world size {world_size!r} is not a positive integer.")
         layout = self._infer(world_size)
+        # Without an open axis nothing was inferred, and the product may be any number.
         sizes = {name: getattr(layout, name) for name in DENSE_AXES}
         product = math.prod(sizes.values())
         if product != world_size:
@@ -131,6 +132,7 @@ class AxisSizes:
         place = dict.fromkeys([*DENSE_AXES, *EXPERT_AXES], 0)
         for axes in (DENSE_AXES, EXPERT_AXES):
             rest = rank
+            # The innermost axis counts fastest, as neighbours in rank order share it.
             for name in reversed(axes):
                 rest, place[name] = divmod(rest, getattr(self, name))
         return place

@@ -28,7 +28,7 @@ def check_environment(
         machine: by default the one this process runs on.
 
     Examples:
-        >>> wrong = [str(one) for one in check_environment() if one.severity == "error"]
+        >>> wrong = [str(each) for each in check_environment() if each.severity == "error"]
     """
     variables = env if env is not None else environment()
     place = machine if machine is not None else Machine.inspect()
@@ -36,12 +36,12 @@ def check_environment(
     checks: list[Callable[[], object]] = [partial(read_launch, variables)]
     for check in checks + [partial(each, place, variables) for each in MACHINE_CHECKS]:
         try:
-            found = check()
+            problem = check()
         except EnvironmentVariableError as error:
             effect, wrong = "nothing that reads it can start.", "wrong or missing"
-            found = EnvironmentProblem("a variable", wrong, effect, str(error), "error")
-        if isinstance(found, EnvironmentProblem):
-            problems.append(found)
+            problem = EnvironmentProblem("a variable", wrong, effect, str(error), "error")
+        if isinstance(problem, EnvironmentProblem):
+            problems.append(problem)
     return sorted(problems, key=lambda problem: _ORDER[problem.severity])
 
 
@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = Machine.inspect()
     problems = check_environment(machine=machine)
     if chosen.json:
-        found = {"machine": asdict(machine), "problems": [asdict(each) for each in problems]}
-        print(json.dumps(found, indent=2))
+        state = {"machine": asdict(machine), "problems": [asdict(each) for each in problems]}
+        print(json.dumps(state, indent=2))
     else:
         print(report(machine, problems))
     return int(any(problem.severity != "note" for problem in problems))
@@ -97,11 +97,9 @@ def _hosts() -> str:
     if here is not None and launch.world_size > 1 and launch.world_size % here:
         return f"unknown: LAMINA_RANKS_PER_HOST={here} does not divide {launch.world_size} ranks"
     here = min(here or launch.local_world_size or 1, launch.world_size)
-    found = f"{here} of {_counted(launch.world_size, 'rank')} on each"
-    run = here & -here
-    return (
-        f"{found}; ordered sums begin with {run} of a host" if here < launch.world_size else found
-    )
+    # Sums over hosts begin with the largest power of two that divides the ranks of a host.
+    sums = f"; ordered sums begin with {here & -here} of a host" * (here < launch.world_size)
+    return f"{here} of {_counted(launch.world_size, 'rank')} on each{sums}"
 
 
 def _facts(machine: Machine) -> list[str]:

@@ -44,13 +44,14 @@ class HostWatch:
     def ended(self) -> Iterator[tuple[int, int]]:
         """Ranks of this host whose process has ended since the last look, and that process."""
         if not self.alone:
-            signed = self._store.add(f"{self.key}/count", 0)
+            signed = self._store.add(f"{self.key}/count", 0)  # reads the count
             for number in range(len(self._on_host) + 1, signed + 1):
                 if self._store.check([f"{self.key}/{number}"]):
                     rank, process, started = json.loads(self._store.get(f"{self.key}/{number}"))
                     self._on_host[rank] = process, started
         for rank, (process, started) in list(self._on_host.items()):
             state = _state_of(process)
+            # Another start time: the system has given the number to another process since.
             if process > 0 and (state is None or state[1] != started or state[0] in "ZX"):
                 self._on_host[rank] = -1, ""
                 yield rank, process
@@ -75,6 +76,7 @@ class HostWatch:
         self._next_beat = now + BEAT
         self._store.add(f"{self.key}/beat", 1)
         self.server = self.server or text_of(self._store, "server")
+        # Hosts watch each other in a ring, so each asks for one count whatever their number.
         after = self._number % self._store.add("hosts", 0) + 1
         if self._number in (0, after) or not (entry := text_of(self._store, f"hosts/{after}")):
             return None

@@ -50,6 +50,7 @@ def _from_torchrun(env: Environment) -> Launch:
         raise EnvironmentVariableError(
             f"RANK={rank} is outside WORLD_SIZE={world_size}: ranks run from 0 to {world_size - 1}."
         )
+    # Where LOCAL_RANK is absent, ranks are taken to fill machines in order, or one machine.
     local_world_size = env.local_world_size
     local_rank = env.integer("LOCAL_RANK", minimum=0)
     if local_rank is None:

@@ -108,8 +108,8 @@ def _gpus(machine: Machine, env: Environment) -> EnvironmentProblem | None:
     else:
         effect = f"torch's CUDA {machine.cuda_build} can't use them, so runs use the CPU."
         remedy = "See what nvidia-smi says; the driver may be older than this CUDA needs."
-    found = f"{machine.gpu_devices} on the machine, 0 visible to torch"
-    return EnvironmentProblem("GPU", found, effect, remedy)
+    count = f"{machine.gpu_devices} on the machine, 0 visible to torch"
+    return EnvironmentProblem("GPU", count, effect, remedy)
 
 
 def _backend(machine: Machine, _: Environment) -> EnvironmentProblem | None:
@@ -236,17 +236,17 @@ def _interface(variable: str, machine: Machine, env: Environment) -> Environment
 
 def _ports(machine: Machine, env: Environment) -> EnvironmentProblem | None:
     named = env.variables.get("MASTER_ADDR", "")
-    found = next((one for one in (named, machine.address) if one and _is_public(one)), None)
-    if found is None:
+    public = [address for address in (named, machine.address) if address and _is_public(address)]
+    if not public:
         return None
     return EnvironmentProblem(
-        "MASTER_ADDR" if found == named else "this machine's address",
-        f"{found}, an address of the internet",
+        "MASTER_ADDR" if public[0] == named else "this machine's address",
+        f"{public[0]}, an address of the internet",
         "whoever reaches the ports of a job can run code in it, because torchrun and "
         "torch.distributed.checkpoint unpickle what comes from there (docs/threat-model.md).",
         "Let ranks meet at an address of a private network, and close this machine's ports to "
         "others.",
-        "warning" if found == named else "note",
+        "warning" if public[0] == named else "note",
     )
 
 

@@ -99,6 +99,7 @@ class OwnWaits:
 
     def main_thread(self) -> tuple[FrameType | None, float]:
         """Where the main thread is, and since when it was seen there at each look."""
+        # At the same instruction of the same frame at two looks, it is taken not to have moved.
         frame = sys._current_frames().get(self._main or 0)
         spot = None if frame is None else (id(frame), frame.f_lasti)
         if spot != self._spot[0]:
@@ -141,8 +142,8 @@ class OwnWaits:
             return None
         members, nbytes = tuple(dist.get_process_group_ranks(group)), 0
         for each in call.f_locals.values():
-            several = each if isinstance(each, list) else [each]
-            nbytes += sum(one.nbytes for one in several if isinstance(one, torch.Tensor))
+            values = each if isinstance(each, list) else [each]
+            nbytes += sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
         transfer = nbytes * len(members) / _SLOW_NETWORK
         seconds = time.monotonic() - since - transfer
         what = f"torch's {call.f_code.co_name}"

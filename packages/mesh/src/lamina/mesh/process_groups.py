@@ -283,6 +283,7 @@ def _make_group(
     backend, _ = c10d._world.pg_map[default if like is None else like]
     backend = _serving_hosts(backend)
     places = {rank: place for place, rank in enumerate(ranks)}
+    # Equal on all members, whatever they did before: see Note [A group is made by its members].
     digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
     limit = timeout if timeout is not None else c10d._get_default_timeout(dist.Backend(backend))
     watchdog = running_watchdog()

@@ -74,6 +74,7 @@ def agree_on_attempt(store: Store, launch: Launch, timeout: timedelta) -> str:
     if launch.rank == 0:
         attempt = uuid.uuid4().hex
         store.set(published, attempt)
+        # All ranks have read the new name before anybody goes on: nobody is left with an old one.
         _await_signatures(store, launch, attempt, timeout)
         store.set(f"lamina/{attempt}/go", "1")
         return attempt
@@ -84,6 +85,7 @@ def agree_on_attempt(store: Store, launch: Launch, timeout: timedelta) -> str:
         if store.check([published]):
             attempt = str(store.get(published), "utf-8")
             if attempt != signed:
+                # The count is above one where this rank's predecessor has signed: an old attempt.
                 first = store.add(_signature(attempt, launch.rank), 1) == 1
                 signed = attempt
             if first and store.check([f"lamina/{attempt}/go"]):

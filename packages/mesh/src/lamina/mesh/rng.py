@@ -108,6 +108,7 @@ def seed_everything(seed: int, mesh: ParallelMesh | DeviceMesh | None = None) ->
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed={seed!r}: give an integer, the same on all ranks.")
     place = _coordinates(mesh)
+    # What is left after pp, tp, expert_tp and cp are the data-parallel axes, under any name.
     stage = f"pp{place.pop('pp', 0)}"
     tensor = [f"{name}{place.pop(name)}" for name in _TENSOR_AXES if name in place]
     context = f"cp{place.pop('cp', 0)}"

@@ -145,9 +145,9 @@ def init_distributed(
             use it, else the CPU. It becomes the current device.
         rank: which rank to play in a fake world; 0 by default. Only with backend="fake".
         world_size: size of a fake world. Only with backend="fake".
-        soft_limit: seconds after which a wait for other ranks is told, with who waits for whom, on
-            the first rank's terminal and in a file. None watches over nothing: a rank that dies is
-            then noticed by its direct neighbours, and hangs last until `timeout`.
+        soft_limit: seconds after which a wait for other ranks is reported, with who waits for
+            whom, on the first rank's terminal and in a file. None watches over nothing: a rank that
+            dies is then noticed by its direct neighbours, and hangs last until `timeout`.
         verdict_directory: where that file goes; by default the directory for temporary files.
 
     Returns:
@@ -185,6 +185,7 @@ def init_distributed(
     backend = backend if backend is not None else _default_backend(place)
     rank, world_size, local_rank = launch.rank, launch.world_size, launch.local_rank
     if not adopted:
+        # A store of its own for each attempt: torch's would hold what an earlier one has left.
         store = fake_store() if backend == "fake" else open_store(launch, limit)
         # No device_id= here: see Note [No bound device].
         dist.init_process_group(
@@ -194,7 +195,7 @@ def init_distributed(
     started, world = (not adopted, launch.launcher), group_ref(dist.group.WORLD)
     runtime = Runtime(rank, world_size, local_rank, place, backend, *started, world)
     if runtime.backend != "fake":
-        agree_on_hosts()
+        agree_on_hosts()  # before any mesh is built, as its groups depend on it
     if soft_limit is not None and runtime.world_size > 1 and runtime.backend != "fake":
         _watch_over(runtime, soft_limit, verdict_directory)
     for problem in settings_problems(env) if runtime.local_rank == 0 else ():

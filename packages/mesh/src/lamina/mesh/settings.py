@@ -146,7 +146,7 @@ _HURTS = (
         "note",
     ),
 )
-"""Problems with, in place of `found`, the pattern of the values that hurt."""
+"""Problems. Their `found` is the pattern of the values that hurt, in place of a value."""
 
 _MANY_RANKS = 256  # from here on the sockets of a rank pass the budget of docs/mesh.md
 

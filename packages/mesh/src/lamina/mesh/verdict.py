@@ -67,6 +67,7 @@ def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> 
     Ranks that did not answer have None. `states` is what /proc says of the processes that it shows
     ("T" is stopped).
     """
+    # Ranks that wait in the same collective of the same group are one sentence.
     waiting: dict[tuple[str, str, int], dict[int, Report]] = {}
     held_up: list[str] = []
     for rank, report in reports.items():
@@ -92,6 +93,7 @@ def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> 
         complete = complete or not missing
         absent = f", to which rank{'s'[: len(missing) > 1]} {_ranges(missing)} did not come"
         said.append(f"{who} for {wait.seconds:.0f} s in {wait}{at}{absent if missing else ''}")
+    # Only where all have waited about as long: a rank that has just come may go on.
     seconds = [report.waits[0].seconds for report in reports.values() if report and report.waits]
     settled = bool(seconds) and 4 * min(seconds) >= max(seconds)
     hopeless = not held_up and not complete and settled
@@ -128,7 +130,7 @@ def _ranges(ranks: Sequence[int]) -> str:
 class Alarms:
     """When this rank sounds an alarm, what it answers to one, and who concludes.
 
-    A wait is told of after `soft_limit` seconds; verdicts are written to `directory`, or among
+    A wait is reported after `soft_limit` seconds; verdicts are written to `directory`, or among
     temporary files. `waits` are this rank's own, number `rank` of `world_size`.
     """
 

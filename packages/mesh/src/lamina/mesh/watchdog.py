@@ -81,7 +81,7 @@ class _Silence:
 class Watchdog:
     """Watches over this rank's waits and over the other processes of its host.
 
-    It has its own connection to the `store` where the ranks have met. A wait is told of after
+    It has its own connection to the `store` where the ranks have met. A wait is reported after
     `soft_limit` seconds; the first rank writes verdicts to `directory`, or among temporary files.
     """
 
@@ -128,21 +128,21 @@ class Watchdog:
         self._here = f"rank {self._rank} ({coordinates})"
         self._store.set(f"here/{self._rank}", self._here)
 
-    def tell(self, topic: str, text: str) -> None:
-        """Leave a word for other ranks, who may ask how far this one is (`told`)."""
+    def say(self, topic: str, text: str) -> None:
+        """Leave a word for other ranks, who may ask how far this one is (`said`)."""
         with contextlib.suppress(RuntimeError):  # without the store nobody is there to read it
-            self._store.set(f"told/{topic}/{self._rank}", text)
+            self._store.set(f"said/{topic}/{self._rank}", text)
 
-    def told(self, topic: str, ranks: Iterable[int]) -> dict[int, str]:
+    def said(self, topic: str, ranks: Iterable[int]) -> dict[int, str]:
         """What ranks have left on a topic; those that have left nothing are not in it."""
         with contextlib.suppress(RuntimeError):
-            keys = {rank: f"told/{topic}/{rank}" for rank in ranks}
+            keys = {rank: f"said/{topic}/{rank}" for rank in ranks}
             there = {rank: key for rank, key in keys.items() if self._store.check([key])}
             return {rank: self._store.get(key).decode() for rank, key in there.items()}
         return {}
 
     def close(self, why: str = FINISHED) -> None:
-        """Stop; other ranks that still wait for this one are told why it has left."""
+        """Stop; other ranks that still wait for this one can read why it has left."""
         if not self._end.is_set():
             self._end.set()
             self._wake.set()
@@ -175,6 +175,7 @@ class Watchdog:
 
     def gives_up(self, patience: float = 3.0) -> str | None:
         """Which rank is gone, once waits that are still going on cannot end any more."""
+        # A wait may still end by itself: what the lost rank sent before may be on its way.
         long_ago = time.monotonic() - self._lost_since > patience
         return self.lost if long_ago else None
 
@@ -235,9 +236,11 @@ class Watchdog:
     def _look_around(self) -> None:
         """Processes of this host, and news of others."""
         for rank, process in self._hosts.ended():
+            # A rank that has left in order is no loss, and only the first loss is of interest.
             others = rank != self._rank and self.lost is None
             if others and self._left(rank) != FINISHED:
                 self._lose(rank, f" (process {process} on {socket.gethostname()})")
+        # News are numbered, and each rank reads them in order: all ranks see the same story.
         while self._store.check([f"news/{self._news + 1}"]):
             self._news += 1
             kind, text = json.loads(self._store.get(f"news/{self._news}"))

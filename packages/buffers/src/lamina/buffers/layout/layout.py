@@ -172,8 +172,8 @@ class BufferLayout:
         offset = self.offset(name)
         first = offset // self.shard_size
         last = (offset + numel - 1) // self.shard_size
-        found = (self.span(name, shard) for shard in range(first, last + 1))
-        return tuple(span for span in found if span is not None)
+        spans = (self.span(name, shard) for shard in range(first, last + 1))
+        return tuple(span for span in spans if span is not None)
 
     def within(self, name: str | int, start: int, stop: int) -> tuple[int, int]:
         """Elements `(first, last + 1)` of a tensor that lie in `start..stop` of the buffer.

@@ -193,6 +193,7 @@ class _Packer:
         for at in order:
             item = self.items[at]
             gap = None if in_given_order else self._take_gap(item.numel)
+            # A plan in the given order has ascending offsets: there no gap is filled.
             if gap is not None:
                 offsets[at] = gap
                 continue
@@ -214,11 +215,13 @@ class _Packer:
             return cursor
         if numel <= item.granule:
             return boundary if numel <= size else None
+        # As many granules before the boundary as fit there, so that it falls between two of them.
         steps_before = (boundary - cursor) // step
         if numel <= size or size % step == 0:
             return boundary - steps_before * step
         if steps_before * step >= numel - size:  # one boundary only, between two granules
             return boundary - steps_before * step
+        # Else it starts in the next shard, with as many granules before that one's end as fit.
         steps_before = size // step
         if steps_before * step >= numel - size:
             return boundary + size - steps_before * step
@@ -232,7 +235,7 @@ class _Packer:
             return None
         length, start = self.gaps.pop(at)
         used = round_up(numel, self.alignment)
-        if used < length:
+        if used < length:  # the rest stays a gap
             insort(self.gaps, (length - used, start + used))
         return start
 

@@ -129,8 +129,10 @@ class TensorRegion:
             zero = (0,) * len(self.shape)
             sizes = self.part_shape
             return (RegionBox(zero, sizes, Box(zero, sizes, 0), tuple(map(slice, sizes))),)
-        found = []
+        boxes = []
         for box in boxes_of_span(self.part_shape, start, stop):
+            # Fused matrices cut a dimension into runs that lie apart in the whole, so a box of the
+            # part is the product of what its sides meet there.
             sides = [
                 list(_meet(offset, size, runs))
                 for offset, size, runs in zip(box.offsets, box.sizes, self.runs, strict=True)
@@ -139,8 +141,8 @@ class TensorRegion:
                 offsets = tuple(whole for whole, _ in side)
                 inner = tuple(within for _, within in side)
                 sizes = tuple(within.stop - within.start for within in inner)
-                found.append(RegionBox(offsets, sizes, box, inner))
-        return tuple(found)
+                boxes.append(RegionBox(offsets, sizes, box, inner))
+        return tuple(boxes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorRegion:
         return self

@@ -60,7 +60,7 @@ class MemoryBlock:
 
     def grow(self) -> None:
         """Take the bytes. What they hold is undefined (0xFF under poison)."""
-        self.access.allow()
+        self.access.allow()  # first, as torch would refuse to resize it, too
         if self.storage.nbytes() != self.nbytes:
             self.storage.resize_(self.nbytes)
             if self.poison:
@@ -78,7 +78,7 @@ class MemoryBlock:
 
     def empty(self) -> None:
         """Give back the bytes, under poison too."""
-        self.access.allow()  # torch would refuse to resize it, too
+        self.access.allow()
         self.storage.resize_(0)
         self.access.refuse()
 
@@ -354,8 +354,9 @@ class StoragePool:
         block = entry.block
         if block.owner != key:
             if self._slots is not None:
+                # Who lives now must not share a slot with this key in the next plan.
                 self._slots.observe(key, self.live_keys())
-                if block.owner is not None:
+                if block.owner is not None:  # the slot is taken: an order that no plan has seen
                     block = self._fall_back(entry, epoch)
             block.grow()
             block.owner = key
@@ -384,6 +385,8 @@ class StoragePool:
         if (slots := self._slots) is None:
             yield
             return
+        # Keys whose slot is taken in here fall back to own blocks. They must come back: the next
+        # step would otherwise pay for blocks that its plan does not know.
         homes = {key: entry.block for key, entry in self._entries.items() if entry.block.fixed}
         with slots.not_observing():
             yield
@@ -408,6 +411,7 @@ class StoragePool:
 
     def _move(self, entry: _Entry, slot: MemoryBlock | None) -> None:
         """Give a key that is not live another block: a slot, or a new one of its own."""
+        # What autograd saved of the old tensors keeps their storage: its bytes go all the same.
         if not entry.block.fixed:
             entry.block.empty()
         entry.move(slot or self._block(entry.nbytes, entry.released))
@@ -441,7 +445,7 @@ class StoragePool:
         sizes = {key: entry.nbytes for key, entry in self._entries.items() if key not in live}
         # Reads of a new slot while it is empty name the first of its keys.
         released = {key: entry.released for key, entry in self._entries.items()}
-        self.bytes_resident -= slots.nbytes
+        self.bytes_resident -= slots.nbytes  # slots count while they are there, live or not
         homes = slots.plan(sizes, conflicts or {}, released, dedicated=dedicated)
         moved = set()
         for key, entry in self._entries.items():

@@ -104,12 +104,14 @@ class Slots(Generic[BlockT]):
         for key, others in conflicts.items():
             graph.setdefault(key, set()).update(others)
         plans = color_slots(sizes, graph, dedicated=dedicated)
+        # A slot that stays keeps its address, its tensors and what autograd saved of them.
         kept = [(plan, self._slot_like(plan)) for plan in plans]
         unchanged = [block for _, block in kept if block is not None]
         for block in self.blocks:
             if block not in unchanged:
                 self._discard(block)
         self.blocks, self._homes = [], {}
+        # Memory that goes is given back before new is taken: a new plan needs no room for both.
         with nullcontext() if all(block for _, block in kept) else self._context():
             for plan, same in kept:
                 block = same or self._make(plan.nbytes, released[plan.keys[0]])
@@ -144,6 +146,7 @@ def color_slots(
             if key in sizes and other in sizes and key != other:
                 graph[key].add(other)
                 graph[other].add(key)
+    # No order of a greedy colouring is best for all graphs: three are tried.
     given = list(sizes)
     orders = (
         given,

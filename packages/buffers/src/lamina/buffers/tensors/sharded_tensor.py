@@ -132,8 +132,9 @@ class ShardedTensor(SpanTensor):
         extents = self.extents()
         numels = [stop - start for start, stop in extents]
         flat = communicator.all_gather(local.contiguous(), numels)
-        if all(one[1] == other[0] for one, other in pairwise(extents)):
+        if all(before[1] == after[0] for before, after in pairwise(extents)):
             return flat.view(spec.shape)  # ranks in element order: gathered straight into place
+        # With several axes the inner one cuts first, so ranks are not in element order.
         whole = torch.empty(spec.numel, dtype=local.dtype, device=local.device)
         at = 0
         for (start, stop), numel in zip(extents, numels, strict=True):
@@ -251,8 +252,8 @@ class ShardedTensor(SpanTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:
-            found: torch.Tensor = memo[id(self)]
-            return found
+            copied: torch.Tensor = memo[id(self)]
+            return copied
         if not self.is_leaf:
             raise RuntimeError(
                 "only ShardedTensors made by the user (leaves) can be deep-copied: detach() first"

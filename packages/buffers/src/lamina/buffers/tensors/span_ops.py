@@ -52,6 +52,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     special = _SPECIAL.get(func)
     if special is not None:
         return special(func, *args, **kwargs)
+    # torch tags what works element by element, so operations that nobody has listed work as well.
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     if name.startswith("_foreach_"):
@@ -137,7 +138,7 @@ def _pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if written:
         return written[0] if len(written) == 1 else tuple(written)
     if isinstance(result, tuple | list):
-        return type(result)(first._with(one) for one in result)
+        return type(result)(first._with(local) for local in result)
     return first._with(result)
 
 
@@ -182,9 +183,9 @@ def _gradient_of(func: OpOverload, value: Any, spec: SpanSpec) -> Any:
     plain = isinstance(value, torch.Tensor) and not isinstance(value, SpanTensor)
     if not plain or not value.is_floating_point():
         return operand
-    one = value.as_strided((1,), (1,)).clone()
+    number = value.as_strided((1,), (1,)).clone()
     communicator = spec.reach("a backward")
-    mean = communicator.all_reduce(one, "sum").div_(communicator.size)
+    mean = communicator.all_reduce(number, "sum").div_(communicator.size)
     return mean.reshape(()) if operand is value else mean.expand(operand.shape)
 
 
@@ -199,33 +200,34 @@ def _lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if not _is_tensor_list(value):
             return value
         return [
-            one
+            each
             # A fused kernel reads step counts as numbers, whatever its tensors' shapes.
-            if first is None or (fused and not isinstance(one, SpanTensor))
-            else local_of(func, one, first._spec)
-            for one, first in zip(value, firsts, strict=False)
+            if first is None or (fused and not isinstance(each, SpanTensor))
+            else local_of(func, each, first._spec)
+            for each, first in zip(value, firsts, strict=False)
         ]
 
+    # torch's kernels run once over all lists of spans, as fast as over plain tensors.
     result = func(*map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()})
     if not isinstance(result, list | tuple):
         return result
     return [
-        one if first is None else first._with(one)
-        for one, first in zip(result, firsts, strict=True)
+        each if first is None else first._with(each)
+        for each, first in zip(result, firsts, strict=True)
     ]
 
 
 def _is_tensor_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value)
+    return isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor) for each in value)
 
 
 def _first_spans(func: OpOverload, lists: Sequence[Sequence[Any]]) -> list[SpanTensor | None]:
     """At each place of the lists the first span that any of them has there."""
     firsts: list[SpanTensor | None] = [
-        next((one for one in place if isinstance(one, SpanTensor)), None)
+        next((each for each in place if isinstance(each, SpanTensor)), None)
         for place in zip_longest(*lists)
     ]
-    plain = not any(isinstance(one, SpanTensor) for one in lists[0])
+    plain = not any(isinstance(each, SpanTensor) for each in lists[0])
     if plain and func._schema.arguments[0].alias_info is not None:
         raise ValueError(
             f"{func}: the tensors written are plain and other operands are ShardedTensors: use "

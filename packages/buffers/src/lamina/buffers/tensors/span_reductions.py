@@ -55,7 +55,7 @@ def refuse_dims(func: OpOverload, tensor: SpanTensor, dim: Any, keep: bool) -> N
     """Only reductions over all dimensions are right on a span."""
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     ndim = tensor.dim()
-    if keep or (dims and len({one % max(ndim, 1) for one in dims}) < ndim):
+    if keep or (dims and len({each % max(ndim, 1) for each in dims}) < ndim):
         raise NotImplementedError(
             f"{func} over dimensions {dims} (keepdim={keep}) of a ShardedTensor of shape "
             f"{list(tensor.shape)}: a span holds parts of rows. Reduce over all dimensions, or use "
@@ -355,7 +355,7 @@ def _unscale(
     inv_scale: torch.Tensor,
 ) -> None:
     """GradScaler: a span that is finite must still skip the step if another rank's is not."""
-    locals_ = [one._local if isinstance(one, SpanTensor) else one for one in tensors]
+    locals_ = [each._local if isinstance(each, SpanTensor) else each for each in tensors]
     func(locals_, found_inf, inv_scale)
     reached = []
     for tensor in tensors:

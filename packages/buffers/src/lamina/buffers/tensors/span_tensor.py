@@ -191,9 +191,9 @@ class SpanTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if len(types) > 1 and any(
-            issubclass(one, SpanTensor) and not issubclass(cls, one) for one in types
+            issubclass(kind, SpanTensor) and not issubclass(cls, kind) for kind in types
         ):
-            names = " and ".join(one.__name__ for one in types)
+            names = " and ".join(kind.__name__ for kind in types)
             raise NotImplementedError(f"{func} of {names} together: use .to_local() of both")
         return cls._run(func, args, kwargs or {})
 

@@ -65,7 +65,7 @@ class Phases:
         """This rank has come to a phase of its save."""
         self._phase = phase
         if self._watchdog is not None:
-            self._watchdog.tell(self._topic, f"{self._saves} {phase.value}")
+            self._watchdog.say(self._topic, f"{self._saves} {phase.value}")
 
     def words(self) -> str:
         """What the save does, or waits for."""
@@ -73,8 +73,8 @@ class Phases:
         if phase not in _ALL_CAME or self._watchdog is None:
             whose = " another rank" if phase in _ALL_CAME else ""
             return f"{save} {_WORDS[phase]}{whose}"
-        told = self._watchdog.told(self._topic, self._ranks)
-        came = {rank: tuple(map(int, text.split())) for rank, text in told.items()}
+        texts = self._watchdog.said(self._topic, self._ranks)
+        came = {rank: tuple(map(int, text.split())) for rank, text in texts.items()}
         mine = self._saves, phase.value
         behind = [rank for rank in self._ranks if came.get(rank, (0, 0)) < mine]
         if not behind:

@@ -42,11 +42,10 @@ def require_flat(op: str, name: str, tensor: torch.Tensor, group: ProcessGroup |
 
 
 def require_same_device(
-    op: str, group: ProcessGroup | None, **tensors: torch.Tensor | None
+    op: str, group: ProcessGroup | None, **tensors: torch.Tensor
 ) -> torch.device:
     """Return the one device of `tensors`; ValueError if they lie on several."""
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    devices = {name: tensor.device for name, tensor in present.items()}
+    devices = {name: tensor.device for name, tensor in tensors.items()}
     if len(set(devices.values())) != 1:
         listing = ", ".join(f"`{name}` on {device}" for name, device in devices.items())
         raise ValueError(f"{op} {where(group)}: tensors must share one device, got {listing}")

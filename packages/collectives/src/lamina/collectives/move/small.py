@@ -150,7 +150,7 @@ class SmallReduction:
             assert self._lane is not None  # noqa: S101 - one rank alone has returned
             group = self._lane.group
             work = dist.all_reduce(packed, _BACKEND[self._op], group, async_op=True)
-            return end_of(work)
+            return nothing_left if work is None else work.wait
 
         launch(Handle(call, (packed,)), self._lane, self._device, start)
         pieces = torch.split(packed, [tensor.numel() for tensor in tensors])

@@ -372,7 +372,7 @@ class OrderedReduction(Reduction):
             for each in hosts:
                 lane_of(each).keep_to_messages()
         self._exchanges = self._exchanges_of(self._piece, self._padded, self._wire_total, hosts)
-        self._slices = [_Slice(slice(0, self._piece), self._exchanges)]
+        self._slices = [_Slice(slice(0, self._piece), self._exchanges)]  # of the whole pieces
         exchanged = self.size > 1 and self._exchanges[0].route.needs_scratch
         if even and exchanged and self.scatter and self._sends_input:
             self._slices = self._cut(hosts) or self._slices

@@ -73,14 +73,14 @@ BUGS = [
     ),
     Bug(
         "under HSDP gradients are averaged twice",
-        "ddp/gradients/sums.py",
+        "ddp/gradients/reduction.py",
         "yield inner.start(partial, wire, accumulate=adds, statistics=False)",
         "yield inner.start(partial, wire, scale=self.scale, accumulate=adds, statistics=False)",
         "ddp/tests/test_ddp.py::test_ddp_equals_the_bit_oracle_and_one_process_on_the_whole_batch",
     ),
     Bug(
         "only the last microbatch counts",
-        "ddp/gradients/sums.py",
+        "ddp/gradients/group_gradients.py",
         "accumulate=before is not GradientState.EMPTY,",
         "accumulate=False,",
         "fsdp/tests/test_parity.py::test_every_strategy_equals_the_bit_oracle",
@@ -88,8 +88,8 @@ BUGS = [
     Bug(
         "a module that runs twice keeps the gradient of its last run",
         "ddp/gradients/group_gradients.py",
-        "self.view(index).add_(gradient)",
-        "self.view(index).copy_(gradient)",
+        "self._views[index].add_(gradient)",
+        "self._views[index].copy_(gradient)",
         "ddp/tests/test_ddp.py::test_gradients_that_come_several_times_in_a_backward_are_added_in_fp32",
     ),
     Bug(

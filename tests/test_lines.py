@@ -10,7 +10,6 @@ LARGE = {
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GradientReducer",
-    "GroupGradients",
     "ParameterGroup",
     "ShardingEngine",
     "ShardingSettings",

@@ -17,7 +17,7 @@ from lamina.ddp import (
 )
 from lamina.ddp.backward.agreement import ProducedFlags
 from lamina.ddp.engine import ScratchBuffers, resolve_reduction
-from lamina.ddp.gradients.reproducible import PartialSums
+from lamina.ddp.gradients.reduction import PartialSums
 from lamina.mesh import ParallelLayout
 from lamina_testing.oracles import bit_oracle, tree_sum
 from lamina_testing.toys import OddNet, inputs

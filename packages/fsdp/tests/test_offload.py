@@ -136,7 +136,7 @@ def test_gradients_are_summed_and_weights_gathered_away_from_what_is_kept(ranks)
     groups = list(model.parameter_groups())
     kept = {g.trained.main.data.untyped_storage().data_ptr() for g in groups}
     kept |= {g.weights.local.data.untyped_storage().data_ptr() for g in groups}
-    sums = [g.trained._sum for g in groups]
+    sums = [g.trained.rank_sum for g in groups]
     for one in sums:
         one._inner.run = watched(one._inner, kept)
     for block in model.blocks:

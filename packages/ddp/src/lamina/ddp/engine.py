@@ -1,5 +1,6 @@
 """What wrappers build on: parameter groups, weights, gradients, the reducer and the flat step."""
 
+from lamina.buffers.engine import ScratchBuffers
 from lamina.ddp.backward.gradient_hooks import (
     gradient_sink,
     has_gradient_sink,
@@ -20,10 +21,9 @@ from lamina.ddp.execution.hooks import (
 from lamina.ddp.execution.module_buffers import BufferPolicy, ModuleBuffers
 from lamina.ddp.execution.unit import UnavailableError, Unit
 from lamina.ddp.finalize.finalize import finalize_plain_gradients
+from lamina.ddp.gradients.group_gradients import RankSum
 from lamina.ddp.gradients.reduction import Reduction, resolve_reduction
-from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
-from lamina.ddp.gradients.sums import RankSum
 from lamina.ddp.group.group import GroupSettings, ParameterGroup, plan_layout
 from lamina.ddp.group.weights import COMING, LIVE, Weights, WeightsState, WholeWeights
 from lamina.ddp.inspect.inspection import HasGroups, groups_of

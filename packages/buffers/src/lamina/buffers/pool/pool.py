@@ -28,10 +28,13 @@ from lamina.buffers.layout.layout import BufferLayout
 from lamina.buffers.pool.slots import Slots
 from lamina.buffers.storage_access import access_of
 
-__all__ = ["MemoryBlock", "SavedTensorGuard", "StaleStorageError", "StoragePool"]
+__all__ = ["MemoryBlock", "SavedTensorGuard", "ScratchBuffers", "StaleStorageError", "StoragePool"]
 
 Key: TypeAlias = Hashable
 Mode: TypeAlias = Literal["resize", "slots"]
+
+_WASTE = 1.25
+"""A free scratch buffer serves a request that is at most this much smaller."""
 
 
 class StaleStorageError(RuntimeError):
@@ -518,3 +521,54 @@ class SavedTensorGuard(torch.autograd.graph.saved_tensors_hooks):
                 "slots with the whole order of use"
             )
         return saved.tensor
+
+
+class ScratchBuffers:
+    """Short-lived flat tensors: those of a gradient live from its first write to its reduction.
+
+    Freed tensors are kept for the next request of about the same size until `clear`: on a CPU a
+    fresh allocation costs a page fault every 4 KiB, about as much as summing the buffer. A request
+    that none of them fits lets them go, so that none is held beside a new one of another size.
+
+    `keep_on_cpu` keeps free CPU buffers from step to step as well, whatever their sizes. They were
+    held at the end of the last backward too, so a step whose peak is there needs no more memory.
+    """
+
+    def __init__(self, *, keep_on_cpu: bool = False) -> None:
+        self._keep_on_cpu = keep_on_cpu
+        self._free: dict[tuple[torch.dtype, torch.device], list[torch.UntypedStorage]] = {}
+
+    def share(self, other: "ScratchBuffers") -> None:
+        """Take from, and give to, the same free tensors as `other` from now on."""
+        self._free = other._free
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of buffers that nobody uses now."""
+        return sum(storage.nbytes() for free in self._free.values() for storage in free)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised flat tensor."""
+        free, needed = self._free.get((dtype, device), []), numel * dtype.itemsize
+        sizes = [(storage.nbytes(), at) for at, storage in enumerate(free)]
+        fitting = [size for size in sizes if needed <= size[0] <= _WASTE * needed]
+        if not fitting:
+            if not (self._keep_on_cpu and device.type == "cpu"):
+                free.clear()
+            return torch.empty(numel, dtype=dtype, device=device)
+        _, smallest = min(fitting)
+        # Not a slice: a view would not be told from a part of somebody else's buffer.
+        return torch.empty(0, dtype=dtype, device=device).set_(
+            free.pop(smallest), 0, (numel,), (1,)
+        )
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Give a tensor back; no work on it may be pending on another stream."""
+        key = (tensor.dtype, tensor.device)
+        self._free.setdefault(key, []).append(tensor.untyped_storage())
+
+    def clear(self) -> None:
+        """Return free tensors to the allocator."""
+        for key in list(self._free):
+            if not (self._keep_on_cpu and key[1].type == "cpu"):
+                del self._free[key]

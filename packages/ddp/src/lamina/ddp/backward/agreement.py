@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
+from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives import DisagreementError
 from lamina.collectives.engine import (
     Agreement,
@@ -23,7 +24,6 @@ from lamina.collectives.engine import (
     host_device,
 )
 from lamina.ddp.compat import foreach_norm
-from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.group.group import ParameterGroup, StepFacts
 from lamina.ddp.parameters.facts import common_facts_of, digest_of
 from lamina.mesh.engine import GroupRef, MeshAxis
@@ -88,8 +88,9 @@ class GradientChecks:
         """Take the magnitudes of a group's gradients of this rank."""
         if not self._finite and self._limit is None:
             return
-        held = (index for index in range(len(group.refs)) if group.trained.is_local(index))
-        views = {index: view for index in held if (view := group.trained.view(index)).numel()}
+        local = group.trained.local
+        there = (index for index, written in enumerate(local.written) if written)
+        views = {index: view for index in there if (view := local.view(index)).numel()}
         if views:
             self._noted += [(group, index) for index in views]
             self._sizes += foreach_norm(list(views.values()), math.inf)

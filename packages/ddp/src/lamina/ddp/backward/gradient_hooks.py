@@ -15,7 +15,7 @@ Note [Two leaves of a parameter]
     (earlier microbatches, or a final gradient) is never mixed with what the backward at hand
     brings. The engine has to hold these nodes, since autograd makes a new one, without hooks, as
     soon as nothing refers to the old one. A main parameter of which each rank has a span gets a
-    gradient for that span alone; `GroupGradients.accumulate_span` says how it is summed. See
+    gradient for that span alone; `LocalGradients.add_span` says how it is summed. See
     docs/decisions/0411.
 
 Note [Streams of leaves]
@@ -116,12 +116,12 @@ class GradientSink:
 
         float32 where gradients are summed in fp32, whatever the parameter's dtype.
         """
-        return self._known().view_for_layer(self._index)
+        return self._known().local.view_for_layer(self._index)
 
     @property
     def accumulate(self) -> bool:
         """Whether `view` holds a gradient to add to; False: its bytes mean nothing."""
-        return self._known().is_local(self._index)
+        return self._known().local.written[self._index]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,11 +134,11 @@ class GradientSink:
         The caller owns the gradient, and lets go of it where the answer is True. Otherwise nothing
         has happened.
         """
-        return self._known().adopt(self._index, gradient)
+        return self._known().local.adopt(self._index, gradient)
 
     def written(self) -> None:
         """Say that `view` holds the gradient now: autograd will bring none."""
-        self._known().written_by_layer(self._index)
+        self._known().local.written_by_layer(self._index)
 
     @property
     def alive(self) -> bool:

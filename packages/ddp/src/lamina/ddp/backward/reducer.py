@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from lamina.buffers import ShardedTensor
+from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives import Handle
 from lamina.collectives.engine import purpose
 from lamina.ddp.backward.agreement import Settlement
@@ -26,7 +27,6 @@ from lamina.ddp.backward.gradient_hooks import (
     hook_gradients,
 )
 from lamina.ddp.compat import queue_callback, will_execute
-from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.strategy import Cadence
@@ -102,7 +102,7 @@ class ReductionQueue:
         self.max_bytes_in_flight = max_bytes_in_flight
         self._max_bytes_held = max_bytes_held
         for gradients in () if max_bytes_held is None else self._gradients:
-            gradients.tell_before_buffers(self._make_room)
+            gradients.local.tell_before_buffers(self._make_room)
         self._overlap = overlap
         self._max_in_flight = max(1, max_in_flight)
         self._started, self._done = started, done
@@ -449,7 +449,7 @@ class GradientReducer:
         for group, gradients in zip(self.groups, self._gradients, strict=True):
             if gradients.state is GradientState.FINALIZED and group.shown.holds_zeros:
                 gradients.mark_zeroed()
-            gradients.enter_backward(last)
+            gradients.local.begin_backward(last)
         # Last of all: whatever raised above has begun no backward.
         self._phase = ReducerPhase.BACKWARD
         self._end.queue(self._end_backward)
@@ -459,7 +459,7 @@ class GradientReducer:
 
         It comes from the compute parameter, or from the main one (a penalty, or a weight read
         outside its unit). That of a whole parameter is summed over ranks. One of this rank's span
-        is the mean of all ranks' gradients there; see `GroupGradients.accumulate_span`.
+        is the mean of all ranks' gradients there; see `LocalGradients.add_span`.
         """
         # Of a parameter that the loss reads beside all outputs (a penalty), this comes first.
         if self._phase is not ReducerPhase.BACKWARD or self._end.queued() is None:
@@ -468,17 +468,19 @@ class GradientReducer:
         with NO_STREAM if self._stream.stream is None else self._stream.entered(gradient):
             # That of a span is kept beside the buffer; a whole one is added where it is sent from.
             if isinstance(gradient, ShardedTensor):
-                gradients.accumulate_span(index, gradient, group.ranks_of_spans)
+                gradients.local.add_span(index, gradient, group.ranks_of_spans)
             elif gradient is not None:
                 if gradient.layout is not torch.strided:
                     raise TypeError(
                         f"{group.refs[index].name} has a gradient of layout {gradient.layout}; "
                         "flat buffers hold strided gradients only: make it with sparse=False"
                     )
-                gradients.accumulate(index, gradient)
+                gradients.local.add(index, gradient)
             # A group that waits for its last leaf goes on its way with it.
             self._reached[number] += 1
-            if self._arrived is not None and (gradient is not None or index in gradients.by_layers):
+            if self._arrived is not None and (
+                gradient is not None or index in gradients.local.by_layers
+            ):
                 arrived = self._arrived[number]
                 arrived.add(index)
                 if len(arrived) == len(group.refs):
@@ -494,7 +496,7 @@ class GradientReducer:
         if self._phase is ReducerPhase.LATE:
             return
         idle = self._phase is ReducerPhase.IDLE
-        if idle and any(gradients.by_layers for gradients in self._gradients):
+        if idle and any(gradients.local.by_layers for gradients in self._gradients):
             raise RuntimeError(
                 f"a gradient came to {self.groups[number].refs[0].name} or its neighbours before "
                 "the backward reached an output of the wrapper: call the wrapper, not the module "
@@ -514,7 +516,7 @@ class GradientReducer:
         self._queue.abandon()
         self._settlement.forget()
         for gradients in self._gradients:
-            gradients.abandon_backward()
+            gradients.local.abandon_backward()
         if (listener := self._told()) is not None:
             listener.backward_is_over(raised=True)
 
@@ -528,7 +530,7 @@ class GradientReducer:
                     listener.backward_ends()
                 self._reduce_what_is_left()
                 for gradients in self._gradients:
-                    gradients.end_backward()
+                    gradients.local.end_backward()
                 self._settle()
                 raised = False
             finally:
@@ -546,15 +548,15 @@ class GradientReducer:
             # A group that no unit closed still takes part where the order is static, and
             # where an earlier microbatch left a sum that only the last one completes.
             unfinished = final and gradients.state is GradientState.PARTIAL
-            if queue.order is Order.STATIC or gradients.has_local or unfinished:
+            if queue.order is Order.STATIC or gradients.local.exist or unfinished:
                 queue.close(number)
             if number not in queue.closed:
-                gradients.skip(final)
+                gradients.rank_sum.skip(final)
         queue.drain(0)
         # What reached a group after it was closed (reentrant recomputation can come back to a
         # unit without notice) was summed by no collective yet.
         for number in reduced:
-            if self._gradients[number].has_local:
+            if self._gradients[number].local.exist:
                 queue.issue(number)
         queue.drain(0)
 

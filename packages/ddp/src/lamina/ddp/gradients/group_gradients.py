@@ -1,36 +1,428 @@
 """Gradients of one group: accumulated into a flat buffer, summed over ranks, kept as main grads.
 
-Two buffers take part. The local buffer holds this rank's own gradients of the whole group. Main
+Two buffers take part. `LocalGradients` holds this rank's own gradients of the whole group. Main
 grads hold what the optimizer reads, where the strategy's placement says. Both are one storage
 where main grads are whole, of the dtype that this rank adds in, and hold nothing that was reduced.
 A gradient that nothing is added to is kept in the wire dtype, so that it is copied once; the first
 addition replaces that buffer by one in the dtype of sums.
 
+A `RankSum` brings one to the other. `AxisSum` does it with one collective (an ordered one, or the
+backend's own); those of several are in `lamina.ddp.gradients.reduction`.
+
 A reduced gradient is never reduced again: once main grads are final, what a further backward
 brings is summed apart and then added.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from operator import or_
-from weakref import WeakMethod
+from typing import Any
 
 import torch
 
 from lamina.buffers import BufferLayout, FlatBuffer, ShardedTensor
+from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives import Handle
-from lamina.ddp.gradients.reduction import RankSumFactory
-from lamina.ddp.gradients.scratch import ScratchBuffers
+from lamina.collectives.engine import GradientCodec, Reduction
 from lamina.ddp.gradients.states import (
     BackwardEvent,
     BackwardPhase,
     GradientEvent,
     GradientState,
 )
-from lamina.ddp.gradients.sums import RankSum, Squares
+from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.dtypes import GroupDtypes
 from lamina.ddp.parameters.strategy import Cadence
+from lamina.mesh.engine import MeshAxis
 
-__all__ = ["GroupGradients"]
+__all__ = [
+    "AxisSum",
+    "GroupGradients",
+    "LocalGradients",
+    "RankSum",
+    "RankSumFactory",
+    "Squares",
+    "SumSteps",
+]
+
+
+@dataclass(frozen=True)
+class Squares:
+    """The sum of squares that a reduction found in what it stored.
+
+    It is `value`, fp64 without dimensions. `pieces` says whether the ranks along (outer, inner)
+    found it in different pieces; where not, all of them found the same.
+    """
+
+    value: torch.Tensor
+    pieces: tuple[bool, bool]
+
+
+SumSteps = Generator[Handle, None, Squares | None]
+"""Yields the handles of a sum's collectives to be waited for, and returns its squares."""
+
+
+class RankSum(ABC):
+    """Sums one group's gradients over ranks into its main grads.
+
+    `scale` is the factor of the whole sum, applied once to it; None for none.
+    """
+
+    sums_in_main = False
+    """Whether sums of microbatches are in main grads before the last one."""
+    adds_to_final = False
+    """Whether a reduction may add to main grads that are final already."""
+    is_one_collective = False
+    """Whether `run` yields one handle at most."""
+
+    def __init__(
+        self,
+        main: FlatBuffer,
+        axes: DataParallelAxes,
+        scale: float | None,
+        scratch: ScratchBuffers,
+    ) -> None:
+        self.main = main
+        self.axes = axes
+        self.scale = scale
+        self.scratch = scratch
+        self.device = main.device
+        """Where a rank's own gradients lie: that of main grads, unless those are kept elsewhere."""
+        self.outer_sharded, self.inner_sharded = main.cuts
+
+    @abstractmethod
+    def run(self, wire: torch.Tensor, before: GradientState, final: bool, finds: bool) -> SumSteps:
+        """Sum `wire` (flat, the whole group) over ranks.
+
+        `wire` is unchanged until the generator ends. `before` is what main grads hold: FINAL only
+        where `adds_to_final`. The last microbatch of a step is `final`. With `finds`, a sum that
+        can tell the squares of what it stored by the way returns them.
+        """
+
+    # What follows is nothing where sums of microbatches are in main grads.
+
+    def skip(self, final: bool) -> None:  # noqa: B027
+        """A microbatch in which no rank had gradients for this group."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Drop sums of microbatches that are kept outside main grads."""
+
+    def scale_kept(self, factor: float) -> None:  # noqa: B027
+        """Multiply sums of microbatches that are kept outside main grads."""
+
+
+RankSumFactory = Callable[[FlatBuffer, DataParallelAxes, float | None, ScratchBuffers], RankSum]
+
+
+class AxisSum(RankSum):
+    """Only the inner axis: one collective, with the scale in it where the sum is complete.
+
+    `prepare` makes the reduction of two buffers. `codec_of` gives the codec of what an ordered sum
+    sends, by the buffer and whether it holds gradients of this rank alone, and no sums over an
+    axis; None sends it as it is.
+    """
+
+    sums_in_main = True
+    adds_to_final = True
+    is_one_collective = True
+
+    def __init__(
+        self,
+        prepare: Callable[..., Reduction],
+        codec_of: Callable[[torch.Tensor, bool], GradientCodec | None] | None,
+        *state: Any,
+    ) -> None:
+        super().__init__(*state)
+        self._prepare, self._codec_of = prepare, codec_of
+        self._prepared: dict[str, Reduction] = {}
+
+    def _along(
+        self,
+        axis: MeshAxis,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        scatter: bool,
+        own: bool = True,
+    ) -> Reduction:
+        """The reduction along an axis, a reduce-scatter or an all-reduce, prepared at first use."""
+        reduction = self._prepared.get(axis.name)
+        if reduction is None or not reduction.fits(output, input):
+            codec = None
+            if self._codec_of is not None and axis.size > 1:  # one rank alone sends nothing
+                codec = self._codec_of(input, own)
+            group = axis.sibling("reduce")
+            reduction = self._prepare(output, input, group, scatter=scatter, codec=codec)
+            self._prepared[axis.name] = reduction
+        return reduction
+
+    def run(self, wire: torch.Tensor, before: GradientState, final: bool, finds: bool) -> SumSteps:
+        """One reduce-scatter, or one all-reduce where main grads are whole."""
+        # With sums of earlier microbatches in main grads, the scale has to wait until the last
+        # one is added: law 2 scales the whole sum once.
+        fused = final and before is not GradientState.PARTIAL
+        main = self.main.data
+        reduction = self._along(self.axes.inner, main, wire, scatter=self.inner_sharded)
+        handle = reduction.start(
+            main,
+            wire,
+            scale=self.scale if fused else None,
+            accumulate=before is not GradientState.EMPTY,
+            statistics=finds,
+        )
+        yield handle
+        if final and not fused and self.scale is not None:
+            main.mul_(self.scale)
+            return None  # the squares are of what was stored before
+        if not (final and finds):
+            return None
+        return Squares(handle.squared_norm, (False, self.inner_sharded or reduction.piecewise))
+
+
+class LocalGradients:
+    """This rank's own gradients of a group, from autograd until a reduction sends them.
+
+    They lie in one flat buffer, at their parameters' places in the weights. The first gradient
+    opens the buffer, and `hand_over` gives it to a reduction, so that what comes later opens
+    another one. Gradients of spans wait beside it.
+
+    Note [What a gradient is added in]
+        Mostly a parameter gets one gradient in a step, and to that nothing is added. So it is put
+        where it is sent from, in the wire dtype: one read, one write. If there may be more (the
+        backward is not the step's last one, or layers add to the buffer themselves), the buffer is
+        in the dtype of sums from the beginning. A second gradient that nobody expected (a module
+        that runs twice) turns a buffer in the wire dtype into one in the dtype of sums.
+    """
+
+    def __init__(self, group: GroupGradients) -> None:
+        self._group: GroupGradients = weakref.proxy(group)  # the group holds this object
+        layout = group.layout
+        self._spans = [
+            (offset, offset + spec.numel, spec.shape)
+            for offset, spec in zip(layout.offsets, layout.specs, strict=True)
+        ]
+        self._padding = list(layout.padding_ranges())
+        self.buffer: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self.written = [False] * len(self._spans)
+        """Which parameters have a gradient in the buffer; of others its bytes mean nothing."""
+        # Gradients of spans that belong into the buffer as soon as there has to be one: elements
+        # (start, stop) of the parameter, and the gradient.
+        self._of_spans: dict[int, tuple[int, int, torch.Tensor]] = {}
+        self.by_layers: set[int] = set()
+        """Parameters whose gradient a layer has written in the backward at hand."""
+        self._layers_write = False  # some layer has asked where to write its gradient
+        self._adopted: set[int] = set()  # addresses of buffers that layers have given
+        self._is_last = False  # the backward at hand is the step's last one, as far as is known
+        self.phase = BackwardPhase.IDLE
+        """What a backward that raises now would spoil."""
+        self._before_buffers: weakref.WeakMethod[Callable[[int], None]] | None = None
+
+    @property
+    def exist(self) -> bool:
+        """Whether this rank holds gradients that were not yet summed over ranks."""
+        return self.buffer is not None or bool(self._of_spans)
+
+    def tell_before_buffers(self, hear: Callable[[int], None]) -> None:
+        """Call the method `hear` (held weakly) with the bytes of a buffer to be taken."""
+        self._before_buffers = weakref.WeakMethod(hear)
+
+    # -- a backward ---------------------------------------------------------------------------
+
+    def begin_backward(self, last: bool) -> None:
+        """A backward begins; `last` is whether it is the step's last one."""
+        self.by_layers.clear()
+        self._is_last = last
+        alone = self._group.is_empty
+        self.phase = self.phase.after(BackwardEvent.BEGAN if alone else BackwardEvent.BEGAN_BESIDE)
+
+    def end_backward(self) -> None:
+        """It has ended, and all that it brought is where it belongs."""
+        if self._of_spans:
+            self._add_spans()
+        self.by_layers.clear()
+        self.phase = self.phase.after(BackwardEvent.CLEARED)
+
+    def abandon_backward(self) -> None:
+        """It has raised: forget what it brought, unless that is mixed with what was held before."""
+        self._of_spans.clear()
+        if self.phase in (BackwardPhase.IDLE, BackwardPhase.ALONE):
+            self.close()
+        self.phase = self.phase.after(BackwardEvent.RAISED)
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add one parameter's gradient, as autograd produced it (one read, one write)."""
+        if self.phase is BackwardPhase.BESIDE:
+            self._mix()
+        if self.written[index]:
+            self._widen()
+            self._views[index].add_(gradient)
+            return
+        if self.buffer is None:
+            # See Note [What a gradient is added in].
+            sums, wire = self._group.sum_dtype, self._group.dtypes.wire
+            narrow = self._is_last and not self._layers_write and wire.itemsize < sums.itemsize
+            self._open(wire if narrow else sums)
+        self._views[index].copy_(gradient)
+        self.written[index] = True
+
+    def add_span(self, index: int, gradient: ShardedTensor, ranks: int) -> None:
+        """Add the gradient that a main parameter got of which each rank has a span.
+
+        The gradient of a span is the mean over ranks (Note [Gradients of a span] in
+        `lamina.buffers.tensors.span_ops`), and reductions sum. So the span goes into the buffer
+        times the number of ranks, and the reduction brings it to its rank among zeros. It waits
+        beside the buffer until that is needed: a penalty over all parameters comes to all units at
+        once, and would open the whole model's buffers.
+        """
+        added = gradient.to_local() * ranks
+        if index in self._of_spans:
+            added += self._of_spans[index][2]
+        self._of_spans[index] = (gradient.start, gradient.stop, added)
+
+    def _add_spans(self) -> None:
+        """Put what `add_span` has kept into the buffer."""
+        self._mix()
+        for index, (start, stop, added) in self._of_spans.items():
+            # Each rank sends zeros for the spans of the others.
+            self._widen()
+            view = self.view(index)
+            if not self.written[index]:
+                view.zero_()
+                self.written[index] = True
+            view.view(-1)[start:stop].add_(added)
+        self._of_spans.clear()
+
+    def _mix(self) -> None:
+        """The backward at hand adds to the group; see the Note in `lamina.ddp.gradients.states`."""
+        if self.phase is BackwardPhase.BESIDE:
+            self.phase = self.phase.after(BackwardEvent.ADDED)
+
+    # -- layers that write their gradients themselves -----------------------------------------
+
+    def view_for_layer(self, index: int) -> torch.Tensor:
+        """The same as `view`, for a layer that writes or adds its gradient there itself."""
+        self._layers_write = True
+        self._mix()
+        self._widen()
+        return self.view(index)
+
+    def adopt(self, index: int, gradient: torch.Tensor) -> bool:
+        """Make a layer's own gradient the buffer, if it is all that the buffer will hold."""
+        group = self._group
+        alone = gradient.numel() == group.layout.size and gradient.is_contiguous()
+        alone = alone and gradient.untyped_storage().nbytes() == gradient.nbytes
+        fits = gradient.dtype == group.sum_dtype and not group.accumulates_in_main
+        if self.exist or not (alone and fits):
+            return False
+        self._mix()
+        self._announce(gradient.nbytes)
+        self._lie_in(gradient.view(-1))
+        self._adopted.add(gradient.data_ptr())
+        return True
+
+    def written_by_layer(self, index: int) -> None:
+        """A layer has written its gradient: autograd will bring none in this backward."""
+        self.written[index] = True
+        self.by_layers.add(index)
+
+    # -- the buffer ---------------------------------------------------------------------------
+
+    def view(self, index: int) -> torch.Tensor:
+        """One parameter's gradient in the buffer, shaped like the parameter."""
+        if self.buffer is None:
+            self._open(self._group.sum_dtype)
+        return self._views[index]
+
+    def _open(self, dtype: torch.dtype) -> torch.Tensor:
+        """Make the buffer. Where main grads are whole and empty, it is their storage."""
+        group, main = self._group, self._group.main
+        device = group.rank_sum.device
+        # What was reduced is never reduced again, so only empty main grads may be added to.
+        aliases = (
+            group.accumulates_in_main
+            and group.state is GradientState.EMPTY
+            and (dtype, device) == (main.dtype, main.device)
+        )
+        if aliases:
+            return self._lie_in(main.data)
+        size = group.layout.size
+        self._announce(size * dtype.itemsize)
+        return self._lie_in(group.rank_sum.scratch.take(size, dtype, device))
+
+    def _announce(self, nbytes: int) -> None:
+        """A buffer is about to be taken: others may have to end first."""
+        if self._before_buffers is not None and (hear := self._before_buffers()) is not None:
+            hear(nbytes)
+
+    def _lie_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        self.buffer = buffer
+        self._views = [buffer[start:stop].view(shape) for start, stop, shape in self._spans]
+        return buffer
+
+    def _widen(self) -> None:
+        """Something is to be added: a buffer in the wire dtype becomes one in the dtype of sums."""
+        narrow, dtype = self.buffer, self._group.sum_dtype
+        if narrow is not None and narrow.dtype != dtype:
+            self._open(dtype).copy_(narrow)
+            self.give_back(narrow)
+
+    def hand_over(self) -> tuple[torch.Tensor, list[bool]]:
+        """Give the buffer to a reduction, and say which parameters have a gradient in it.
+
+        It has zeros wherever no gradient was written, padding included. From here on it belongs to
+        the collective: a gradient that comes later opens another one.
+        """
+        self._mix()
+        if self._of_spans:
+            self._add_spans()
+        # A rank without gradients takes part as well, with zeros.
+        buffer = self.buffer if self.buffer is not None else self._open(self._group.sum_dtype)
+        for start, stop in self._padding:
+            buffer[start:stop].zero_()
+        self.clear_unwritten()
+        written = self.written
+        self._forget()
+        return buffer, written
+
+    def clear_unwritten(self) -> None:
+        """Put zeros where no gradient was written."""
+        for index, written in enumerate(self.written):
+            if not written:
+                self.view(index).zero_()
+
+    def drop(self, index: int) -> None:
+        """Forget one parameter's gradient."""
+        self.written[index] = False
+
+    def discard(self) -> None:
+        """Forget all gradients, and whatever a backward that raised has left among them."""
+        self.close()
+        self.phase = self.phase.after(BackwardEvent.CLEARED)
+
+    def close(self) -> None:
+        """Forget the gradients, and give the buffer back."""
+        buffer = self.buffer
+        self._forget()
+        if buffer is not None:
+            self.give_back(buffer)
+
+    def _forget(self) -> None:
+        self.buffer, self._views = None, []
+        self._of_spans.clear()
+        self.written = [False] * len(self._spans)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Nobody reads a buffer any more that was opened here, or taken beside it."""
+        address, main = buffer.data_ptr(), self._group.main
+        if address in self._adopted:  # nobody takes it again, as the next one is adopted too
+            self._adopted.remove(address)
+        elif not (main.has_memory and address == main.data.data_ptr()):
+            self._group.rank_sum.scratch.give(buffer)
 
 
 class GroupGradients:
@@ -59,68 +451,50 @@ class GroupGradients:
         """Whether local gradients may lie where main grads do."""
         self.wire_bytes = layout.size * dtypes.wire.itemsize
         """Bytes of the buffer that a reduction sends from."""
-        self._sum = rank_sum
-        self._scratch: ScratchBuffers = rank_sum.scratch
+        self.rank_sum = rank_sum
+        """How they are summed over ranks."""
         self._on_final: Callable[[torch.Tensor], None] | None = None
-        self._before_buffers: WeakMethod[Callable[[int], None]] | None = None
-        self._spans = [
-            (offset, offset + spec.numel, spec.shape)
-            for offset, spec in zip(layout.offsets, layout.specs, strict=True)
-        ]
-        self._padding = list(layout.padding_ranges())
-        count = len(layout.specs)
         self.state = GradientState.EMPTY
         """What main grads hold."""
-        self._backward = BackwardPhase.IDLE
-        self._is_last = False  # the backward at hand is the step's last one, as far as is known
-        self._local: torch.Tensor | None = None
-        self._adopted: set[int] = set()  # addresses of buffers that layers have given
-        self._in_local = [False] * count  # which parameters have a gradient there
-        # Gradients of spans that belong into the local buffer as soon as there has to be one:
-        # elements (start, stop) of the parameter, and the gradient.
-        self._of_spans: dict[int, tuple[int, int, torch.Tensor]] = {}
-        self.by_layers: set[int] = set()
-        """Parameters whose gradient a layer has written in the backward at hand."""
-        self._layers_write = False  # some layer has asked where to write its gradient
-        self.produced_gradient = [False] * count
+        self.produced_gradient = [False] * len(layout.specs)
         """Which parameters got a gradient since main grads were empty."""
         self._set_aside: tuple[GradientState, torch.Tensor] | None = None
+        self._squares: Squares | None = None  # of the newest final reduction
+        self._finds_squares = False  # a little time in each reduction, for who clips by the norm
+        self.local = LocalGradients(self)
+        """What was not yet summed over ranks."""
         self.set_cadence(cadence)
 
     # -- what is held -------------------------------------------------------------------------
 
     @property
-    def has_local(self) -> bool:
-        """Whether this rank holds gradients that were not yet summed over ranks."""
-        return self._local is not None or bool(self._of_spans)
-
-    @property
     def is_waiting(self) -> bool:
         """Whether gradients are held that are not summed over ranks, or not all of them."""
-        return self._local is not None or self.state is GradientState.PARTIAL
+        return self.local.buffer is not None or self.state is GradientState.PARTIAL
 
     @property
     def is_empty(self) -> bool:
         """Whether no gradient is held at all."""
-        return self._local is None and self.state is GradientState.EMPTY
+        return self.local.buffer is None and self.state is GradientState.EMPTY
 
     @property
     def at_risk(self) -> bool:
         """Whether a backward that has not ended has (or may have) added to earlier gradients."""
-        return self._backward is BackwardPhase.MIXED
+        return self.local.phase is BackwardPhase.MIXED
 
     @property
     def is_kept_apart(self) -> bool:
         """Whether there are gradients that who writes to main grads does not reach."""
-        outside = self.state is GradientState.PARTIAL and not self._sum.sums_in_main
+        outside = self.state is GradientState.PARTIAL and not self.rank_sum.sums_in_main
         if outside or self._set_aside is not None:
             return True
-        return self._local is not None and self._local.data_ptr() != self.main.data.data_ptr()
+        buffer = self.local.buffer
+        return buffer is not None and buffer.data_ptr() != self.main.data.data_ptr()
 
     @property
     def _main_holds_sums(self) -> bool:
         """Whether main grads hold gradients, final or not yet."""
-        sums = self.state is GradientState.PARTIAL and self._sum.sums_in_main
+        sums = self.state is GradientState.PARTIAL and self.rank_sum.sums_in_main
         return sums or self.state.is_final
 
     @property
@@ -129,8 +503,12 @@ class GroupGradients:
 
         Reductions look for it from the first time that somebody asks.
         """
-        self._sum.finds_squares = True
-        return self._sum.squares if self.state.is_final else None
+        self._finds_squares = True
+        return self._squares if self.state.is_final else None
+
+    def forget_squares(self) -> None:
+        """Somebody has changed main grads since their reduction."""
+        self._squares = None
 
     # -- how gradients are summed -------------------------------------------------------------
 
@@ -138,20 +516,14 @@ class GroupGradients:
         """Choose when `reduce` will be called. Raises RuntimeError while gradients are held."""
         self._refuse_held("how often they are summed")
         self.cadence = cadence
-        wire = self.dtypes.wire
-        self.sum_dtype = self.dtypes.grads if cadence is Cadence.ONCE else wire
+        once = cadence is Cadence.ONCE
+        self.sum_dtype = self.dtypes.grads if once else self.dtypes.wire
         """What a rank adds its own gradients in."""
-        # What it may keep one in that nothing is added to.
-        self._narrow_dtype = min(self.sum_dtype, wire, key=lambda dtype: dtype.itemsize)
 
     def set_sum(self, make: RankSumFactory, scale: float | None) -> None:
         """Choose how `reduce` sums, and the factor. Raises like `set_cadence`."""
         self._refuse_held("the factor of their sum")
-        self._sum = make(self.main, self._sum.axes, scale, self._scratch)
-
-    def forget_squares(self) -> None:
-        """Somebody has changed main grads since their reduction."""
-        self._sum.squares = None
+        self.rank_sum = make(self.main, self.rank_sum.axes, scale, self.rank_sum.scratch)
 
     def on_final(self, change: Callable[[torch.Tensor], None] | None) -> None:
         """Have `change` called with main grads (flat) that a step's last reduction has made."""
@@ -160,11 +532,7 @@ class GroupGradients:
     @property
     def ends_alone(self) -> bool:
         """Whether the end of a reduction begins no further collective, nor a user's code."""
-        return self._sum.is_one_collective and self._on_final is None
-
-    def tell_before_buffers(self, hear: Callable[[int], None]) -> None:
-        """Call the method `hear` (held weakly) with the bytes of a local buffer to be taken."""
-        self._before_buffers = WeakMethod(hear)
+        return self.rank_sum.is_one_collective and self._on_final is None
 
     def _refuse_held(self, what: str) -> None:
         if not self.is_empty:
@@ -173,117 +541,14 @@ class GroupGradients:
                 "before the first backward, or after zero_grad()"
             )
 
-    # -- a backward ---------------------------------------------------------------------------
-
-    def enter_backward(self, last: bool) -> None:
-        """A backward begins; `last` is whether it is the step's last one."""
-        self.by_layers.clear()
-        self._is_last = last
-        event = BackwardEvent.BEGAN if self.is_empty else BackwardEvent.BEGAN_BESIDE
-        self._backward = self._backward.after(event)
-
-    def end_backward(self) -> None:
-        """It has ended, and all that it brought is where it belongs."""
-        if self._of_spans:
-            self._add_spans()
-        self.by_layers.clear()
-        self._backward = self._backward.after(BackwardEvent.CLEARED)
-
-    def abandon_backward(self) -> None:
-        """It has raised: forget what it brought, unless that is mixed with what was held before."""
-        self._of_spans.clear()
-        if self._backward in (BackwardPhase.IDLE, BackwardPhase.ALONE):
-            self._close_local()
-        self._backward = self._backward.after(BackwardEvent.RAISED)
-
-    def accumulate(self, index: int, gradient: torch.Tensor) -> None:
-        """Add one parameter's gradient, as autograd produced it (one read, one write)."""
-        if self._backward is BackwardPhase.BESIDE:
-            self._backward = self._backward.after(BackwardEvent.ADDED)
-        if self._in_local[index]:
-            self._widen()
-            self.view(index).add_(gradient)
-            return
-        if self._local is None and self._is_last and not self._layers_write:
-            # The only gradients of this step, most likely: put them where they are sent from.
-            self._open(self._narrow_dtype)
-        self.view(index).copy_(gradient)
-        self._in_local[index] = True
-
-    def accumulate_span(self, index: int, gradient: ShardedTensor, ranks: int) -> None:
-        """Add the gradient that a main parameter got of which each rank has a span.
-
-        The gradient of a span is the mean over ranks (Note [Gradients of a span] in
-        `lamina.buffers.tensors.span_ops`), and reductions sum. So the span goes into the local
-        buffer times the number of ranks, and the reduction brings it to its rank among zeros. It
-        waits beside the buffer until that is needed: a penalty over all parameters comes to all
-        units at once, and would open the whole model's buffers.
-        """
-        added = gradient.to_local() * ranks
-        if index in self._of_spans:
-            added += self._of_spans[index][2]
-        self._of_spans[index] = (gradient.start, gradient.stop, added)
-
-    def _add_spans(self) -> None:
-        """Put what `accumulate_span` has kept into the local buffer."""
-        if self._backward is BackwardPhase.BESIDE:
-            self._backward = self._backward.after(BackwardEvent.ADDED)
-        for index, (start, stop, added) in self._of_spans.items():
-            self._widen()
-            view = self.view(index)
-            if not self._in_local[index]:
-                view.zero_()
-                self._in_local[index] = True
-            view.view(-1)[start:stop].add_(added)
-        self._of_spans.clear()
-
-    def view(self, index: int) -> torch.Tensor:
-        """One parameter's gradient in the local buffer, shaped like the parameter."""
-        local = self._local if self._local is not None else self._open()
-        start, stop, shape = self._spans[index]
-        return local[start:stop].view(shape)
-
-    def is_local(self, index: int) -> bool:
-        """Whether `view` of that parameter holds a gradient; if not, its bytes mean nothing."""
-        return self._in_local[index]
-
-    def view_for_layer(self, index: int) -> torch.Tensor:
-        """The same as `view`, for a layer that writes or adds its gradient there itself."""
-        self._layers_write = True
-        if self._backward is BackwardPhase.BESIDE:
-            self._backward = self._backward.after(BackwardEvent.ADDED)
-        self._widen()
-        return self.view(index)
-
-    def adopt(self, index: int, gradient: torch.Tensor) -> bool:
-        """Make a layer's own gradient the local buffer, if it is all that the buffer will hold."""
-        alone = gradient.numel() == self.layout.size and gradient.is_contiguous()
-        alone = alone and gradient.untyped_storage().nbytes() == gradient.nbytes
-        fits = gradient.dtype == self.sum_dtype and not self.accumulates_in_main
-        if self._local is not None or self._of_spans or not (alone and fits):
-            return False
-        if self._backward is BackwardPhase.BESIDE:
-            self._backward = self._backward.after(BackwardEvent.ADDED)
-        if self._before_buffers is not None and (hear := self._before_buffers()) is not None:
-            hear(gradient.nbytes)
-        self._local = gradient.view(-1)
-        self._adopted.add(gradient.data_ptr())
-        return True
-
-    def written_by_layer(self, index: int) -> None:
-        """A layer has written its gradient: autograd will bring none in this backward."""
-        self._in_local[index] = True
-        self.by_layers.add(index)
-
     # -- what users and `finalize_grads` do to gradients --------------------------------------
 
     def discard(self) -> None:
         """Forget everything: gradients were zeroed, or a backward died half-way."""
-        self._close_local()
-        self._sum.forget()
+        self.local.discard()
+        self.rank_sum.forget()
         self._set_aside = None
         self.state = self.state.after(GradientEvent.DROPPED)
-        self._backward = self._backward.after(BackwardEvent.CLEARED)
         self.produced_gradient = [False] * len(self.produced_gradient)
 
     def drop(self, index: int) -> None:
@@ -291,7 +556,7 @@ class GroupGradients:
         if self._main_holds_sums:
             self.main.span_view(index).zero_()
             self.produced_gradient[index] = False
-        self._in_local[index] = False
+        self.local.drop(index)
 
     def mark_zeroed(self) -> None:
         """Final main grads are zeros: whatever was final of them may be made final again."""
@@ -301,7 +566,7 @@ class GroupGradients:
         """Make main grads zeros where nothing was reduced: somebody is about to add to them."""
         if self.state is GradientState.EMPTY:
             self.main.data.zero_()
-            self.state = self.state.after(GradientEvent.ZEROED)
+            self.mark_zeroed()
 
     def mark_finalized(self) -> None:
         """`finalize_grads` has been over what main grads hold."""
@@ -318,9 +583,8 @@ class GroupGradients:
         `lamina.ddp.group.shown`.
         """
         if not self.is_kept_apart:
-            for index, written in enumerate(self._in_local if self.has_local else ()):
-                if not written:
-                    self.view(index).zero_()
+            if self.local.exist:
+                self.local.clear_unwritten()
         elif not self._main_holds_sums:
             self.main.data.fill_(-0.0)
 
@@ -328,17 +592,13 @@ class GroupGradients:
         """Multiply all gradients, those not yet summed over ranks included."""
         main = self.main.data if self.state is not GradientState.EMPTY else None
         aside = self._set_aside[1] if self._set_aside is not None else None
-        for tensor in (main, self._local, aside):
+        for tensor in (main, self.local.buffer, aside):
             if tensor is not None:
                 tensor.mul_(factor)
-        self._sum.squares = None
-        self._sum.scale_kept(factor)
+        self._squares = None
+        self.rank_sum.scale_kept(factor)
 
     # -- the sum over ranks -------------------------------------------------------------------
-
-    def skip(self, final: bool) -> None:
-        """No rank had gradients for this group in a microbatch that was reduced."""
-        self._sum.skip(final)
 
     def reduce(self, final: bool) -> Iterator[Handle]:
         """Sum over ranks: a generator that yields each collective's handle to be waited for.
@@ -354,101 +614,36 @@ class GroupGradients:
             final: whether this is the step's last microbatch: then the outer axis is summed too
                 and the scale applied.
         """
-        if self._backward is BackwardPhase.BESIDE:
-            self._backward = self._backward.after(BackwardEvent.ADDED)
-        local = self._sealed_local()
-        self.produced_gradient = list(map(or_, self.produced_gradient, self._in_local))
-        adds = final and self._sum.adds_to_final and self._on_final is None
+        local, written = self.local.hand_over()
+        self.produced_gradient = list(map(or_, self.produced_gradient, written))
+        # Final main grads are not reduced again. A sum that can add to them as it is stored does
+        # so, unless the user's hook is to see what this reduction has brought, and nothing else.
+        adds = final and self.rank_sum.adds_to_final and self._on_final is None
         if self.state.is_final and not adds:
             self._set_aside = (self.state, self.main.data.clone())
             self.state = self.state.after(GradientEvent.SET_ASIDE)
-        before = self.state
-        event = GradientEvent.COMPLETED if final else GradientEvent.SUMMED
-        self.state = self.state.after(event)
-        # From here on the buffer belongs to the collective: a gradient that comes later opens
-        # another one.
-        self._forget_local()
-        wire = self._to_wire(local)
-        yield from self._sum.run(wire, before, final)
+        before, event = self.state, GradientEvent.COMPLETED if final else GradientEvent.SUMMED
+        self.state = before.after(event)
+        wire = local
+        if local.dtype != self.dtypes.wire:
+            wire = self.rank_sum.scratch.take(local.numel(), self.dtypes.wire, local.device)
+            wire.copy_(local)
+        self._squares = yield from self.rank_sum.run(wire, before, final, self._finds_squares)
         if final:
             self._complete()
-        self._give_back(wire)
+        # Nobody reads what was sent any longer.
+        self.local.give_back(wire)
         if local is not wire:
-            self._give_back(local)
+            self.local.give_back(local)
 
     def _complete(self) -> None:
         """The step's last sum is in main grads: what users want done to it, and earlier ones."""
         if self._on_final is not None:
             self._on_final(self.main.data)
-            self._sum.squares = None
+            self._squares = None
         if self._set_aside is not None:
             state, earlier = self._set_aside
             self.main.data.add_(earlier)
-            self._set_aside = self._sum.squares = None
+            self._set_aside = self._squares = None
             if state is GradientState.FINALIZED:
-                self.state = self.state.after(GradientEvent.FINALIZED)
-
-    def _to_wire(self, local: torch.Tensor) -> torch.Tensor:
-        if local.dtype == self.dtypes.wire:
-            return local
-        wire = self._scratch.take(local.numel(), self.dtypes.wire, local.device)
-        return wire.copy_(local)
-
-    # -- the local buffer ---------------------------------------------------------------------
-
-    def _widen(self) -> None:
-        """Something is to be added: a buffer in the wire dtype becomes one in the dtype of sums."""
-        narrow = self._local
-        if narrow is None or narrow.dtype == self.sum_dtype:
-            return
-        self._open(self.sum_dtype).copy_(narrow)
-        self._give_back(narrow)
-
-    def _open(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Make the local buffer. Where main grads are whole and empty, it is their storage."""
-        dtype = dtype or self.sum_dtype
-        aliases = (
-            self.accumulates_in_main
-            and dtype == self.main.dtype
-            and self._sum.device == self.main.device
-            and self.state is GradientState.EMPTY
-        )
-        if aliases:
-            self._local = self.main.data
-        else:
-            if self._before_buffers is not None and (hear := self._before_buffers()) is not None:
-                hear(self.layout.size * dtype.itemsize)
-            self._local = self._scratch.take(self.layout.size, dtype, self._sum.device)
-        return self._local
-
-    def _sealed_local(self) -> torch.Tensor:
-        """The local buffer with zeros wherever no gradient was written, padding included."""
-        if self._of_spans:
-            self._add_spans()
-        local = self._local if self._local is not None else self._open()
-        for start, stop in self._padding:
-            local[start:stop].zero_()
-        for index, written in enumerate(self._in_local):
-            if not written:
-                self.view(index).zero_()
-        return local
-
-    def _close_local(self) -> None:
-        local = self._local
-        self._forget_local()
-        if local is not None:
-            self._give_back(local)
-
-    def _forget_local(self) -> None:
-        self._local = None
-        self._of_spans.clear()
-        self._in_local = [False] * len(self._in_local)
-
-    def _give_back(self, buffer: torch.Tensor) -> None:
-        address = buffer.data_ptr()
-        if address in self._adopted:  # nobody takes it again, as the next one is adopted too
-            self._adopted.remove(address)
-            return
-        if self.main.has_memory and address == self.main.data.data_ptr():
-            return
-        self._scratch.give(buffer)
+                self.mark_finalized()

@@ -12,11 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate
-from lamina.buffers.engine import Placement
+from lamina.buffers.engine import Placement, ScratchBuffers
 from lamina.collectives.engine import Agreement, broadcast, describe, open_window
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction
-from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.group.shown import MainParameters, ShownGradients
 from lamina.ddp.group.weights import IN_USE, Weights, WholeWeights, Writes
 from lamina.ddp.parameters.axes import DataParallelAxes

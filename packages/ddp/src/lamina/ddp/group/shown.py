@@ -26,9 +26,8 @@ from torch import nn
 from lamina.buffers import FlatBuffer, ShardedTensor
 from lamina.buffers.engine import SpanSpec
 from lamina.collectives.engine import SpanGroups
-from lamina.ddp.gradients.group_gradients import GroupGradients
+from lamina.ddp.gradients.group_gradients import GroupGradients, Squares
 from lamina.ddp.gradients.states import GradientState
-from lamina.ddp.gradients.sums import Squares
 from lamina.ddp.group.weights import shares_storage
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.parameters import ParameterRef

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives import RegistrationError, register_pool
 from lamina.collectives.engine import RegisteredPool, broadcast, registration_problem
 from lamina.ddp.execution.engine import Prefetcher
-from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.group.group import GroupSettings, ParameterGroup
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.dtypes import resolve_dtypes

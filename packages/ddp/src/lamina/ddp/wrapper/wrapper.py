@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers import Granularity
+from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives.engine import RegisteredPool, broadcast
 from lamina.ddp.backward.gradient_hooks import refuse_wrapped
 from lamina.ddp.backward.reducer import GradientReducer
@@ -23,7 +24,6 @@ from lamina.ddp.execution.hooks import ModuleWatch, mark_outputs
 from lamina.ddp.execution.module_buffers import ModuleBuffers
 from lamina.ddp.execution.unit import Unit
 from lamina.ddp.gradients.reduction import resolve_reduction
-from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.group.group import GroupSettings, ParameterGroup, refuse_changed
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.optimizer.sharded_optimizer import ShardedOptimizer

@@ -6,7 +6,7 @@ did not make. A reduction receives into a short-lived buffer on the device, whic
 host's main grads. Both run on streams of their own, beside the compute.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -145,7 +145,9 @@ class OffloadedSum(RankSum):
         # wait for what the second one waits for.
         self._sides = [SideStream(device), SideStream(device)]
 
-    def run(self, wire: torch.Tensor, before: GradientState, final: bool) -> Iterator[Handle]:
+    def run(
+        self, wire: torch.Tensor, before: GradientState, final: bool, finds: bool
+    ) -> Generator[Handle, None, None]:
         """As the sum inside; main grads are on the host when the generator has ended."""
         kept, staging = self.main.data, self._staging.data
         side = self._sides[0]
@@ -154,7 +156,7 @@ class OffloadedSum(RankSum):
         with side.use():
             if before is not GradientState.EMPTY:
                 staging.copy_(kept, non_blocking=True)
-            steps = self._inner.run(wire, before, final)
+            steps = self._inner.run(wire, before, final, False)
             handle = next(steps, None)
         # Who waits for a handle lets the side stream wait, and what comes next is queued there.
         while handle is not None:

@@ -86,8 +86,6 @@ class GradientChecks:
 
     def note(self, group: ParameterGroup) -> None:
         """Take the magnitudes of a group's gradients of this rank."""
-        if not self._finite and self._limit is None:
-            return
         local = group.trained.local
         there = (index for index, written in enumerate(local.written) if written)
         views = {index: view for index in there if (view := local.view(index)).numel()}
@@ -249,33 +247,37 @@ def _value(group: ParameterGroup, index: int) -> int | None:
 class Settlement:
     """The end of a step's last backward: what ranks agree on then, for all groups of a model.
 
-    See `GradientChecks` for `finite` and `limit`. Free memory of `scratch` is given back then.
+    What `checks` have found is refused, and free memory of `scratch` is given back.
     """
 
     def __init__(
         self,
         groups: Sequence[ParameterGroup],
         scratch: ScratchBuffers,
-        finite: bool,
-        limit: float | None,
+        checks: GradientChecks | None,
     ) -> None:
-        self._groups, self._scratch = groups, scratch
-        self._checks = GradientChecks(finite, limit)
-        self.note, self.forget = self._checks.note, self._checks.forget
+        self._groups, self._scratch, self._checks = groups, scratch, checks
         self._step_facts = StepFacts()
         self._by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
         self._flags: dict[tuple[MeshAxis, MeshAxis], ProducedFlags] = {}
         for group in groups:
             self._by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
 
+    def forget(self) -> None:
+        """A backward has raised: what was found in its gradients is nobody's concern."""
+        if self._checks is not None:
+            self._checks.forget()
+
     def settle(self) -> None:
         """Agree on who has a gradient, and refuse what any rank has found; collective."""
-        step, bad, worst = self._step_facts.of(self._groups), self._checks.look(), BadGradients()
+        step, worst = self._step_facts.of(self._groups), BadGradients()
+        bad = BadGradients() if self._checks is None else self._checks.look()
         for key, groups in self._by_axes.items():
             if key not in self._flags:
                 axes, device = groups[0].axes, groups[0].device
                 common = common_facts_of("at the end of a backward", axes, device)
                 self._flags[key] = ProducedFlags(groups, axes.groups("reduce"), common)
             worst = max(worst, self._flags[key].agree(step, bad))
+        # Not before the last message: all ranks send as many, whatever they have found.
         worst.refuse()
         self._scratch.clear()

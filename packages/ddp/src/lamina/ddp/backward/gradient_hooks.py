@@ -30,9 +30,9 @@ Note [Streams of leaves]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -52,14 +52,16 @@ __all__ = [
     "NO_STREAM",
     "BackwardStream",
     "GradientSink",
-    "TakesGradients",
     "await_backward",
     "gradient_sink",
     "has_gradient_sink",
-    "hook_gradients",
+    "hook_leaves",
     "main_of",
     "refuse_wrapped",
 ]
+
+LeafHook = Callable[[tuple[torch.Tensor | None]], object]
+"""Takes the gradient that autograd brings to a leaf, if any; what it returns goes to `.grad`."""
 
 _SINK = "_lamina_gradient_sink"
 _LEAF = "_lamina_compute_leaf"
@@ -72,18 +74,6 @@ _WRAPPERS = {
 """Names of classes that sum the gradients of what they hold."""
 _MAKERS = {"lamina", "torch", "megatron", "megatron_fsdp", "deepspeed", "fairscale", "apex"}
 """Packages whose classes of these names do so."""
-
-
-class TakesGradients(Protocol):
-    """Where the gradients of all parameters arrive."""
-
-    def take_gradient(self, number: int, index: int, gradient: torch.Tensor | None) -> None:
-        """Autograd has brought a gradient, or none because a layer has written it already.
-
-        `number` is that of the group, and `index` that of the parameter in it. The gradient is of
-        the compute parameter, or of the main one.
-        """
-        ...
 
 
 class GradientSink:
@@ -266,44 +256,30 @@ def _sums_gradients(cls: type) -> bool:
     return cls.__name__ in _WRAPPERS and cls.__module__.partition(".")[0] in _MAKERS
 
 
-def hook_gradients(group: ParameterGroup, number: int, reducer: TakesGradients) -> list[Node]:
-    """Hand every gradient that autograd brings to a group's parameters to `reducer`.
+def hook_leaves(group: ParameterGroup, hook_of: Callable[[int], LeafHook]) -> list[Node]:
+    """Have hooks called with every gradient that autograd brings to a group's parameters.
 
-    From here on the engine calls the hooks that users have registered on them.
+    `hook_of` gives the hook by the number of the parameter in the group; both leaves of a parameter
+    have the same one. It must not keep who holds the nodes alive. From here on the engine calls the
+    hooks that users have registered on the parameters.
 
-    Hooks refer to the reducer weakly, since it holds the nodes that hold the hooks. Once the
-    wrapper is gone, gradients go to `.grad`.
-
-    `number` is that of the group in the reducer. The nodes with the hooks, which come back, are to
-    be held as long as gradients are to be taken.
+    The nodes with the hooks, which come back, are to be held as long as gradients are to be taken.
     """
-    known = weakref.ref(reducer)
     nodes = []
     for index, (ref, main) in enumerate(zip(group.refs, group.main_parameters, strict=True)):
-        nodes.append(_hook(ref.parameter, known, number, index))
-        group.shown.hooks.take(ref.parameter, index)
+        hook = hook_of(index)
+        for leaf in (ref.parameter,) if main is ref.parameter else (ref.parameter, main):
+            wants = leaf.requires_grad
+            # One that is frozen for now has no node of its own otherwise.
+            node = get_gradient_edge(leaf.requires_grad_(True)).node
+            leaf.requires_grad_(wants)
+            node.register_prehook(hook)
+            nodes.append(node)
+            group.shown.hooks.take(leaf, index)
         if main is not ref.parameter:
-            nodes.append(_hook(main, known, number, index))
-            group.shown.hooks.take(main, index)
             main.__dict__[_LEAF] = GradientSink(group, index)
         ref.parameter.__dict__[_SINK] = GradientSink(group, index)
     return nodes
-
-
-def _hook(
-    leaf: torch.Tensor, reducer: weakref.ref[TakesGradients], number: int, index: int
-) -> Node:
-    def before_accumulation(gradients: tuple[torch.Tensor | None]) -> tuple[None] | None:
-        if (known := reducer()) is None:
-            return None
-        known.take_gradient(number, index, gradients[0])
-        return (None,)
-
-    wants = leaf.requires_grad
-    node = get_gradient_edge(leaf.requires_grad_(True)).node  # of one that is frozen for now, too
-    leaf.requires_grad_(wants)
-    node.register_prehook(before_accumulation)
-    return node
 
 
 class _InGraph:

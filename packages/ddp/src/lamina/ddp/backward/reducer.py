@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,11 +20,12 @@ from lamina.buffers import ShardedTensor
 from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives import Handle
 from lamina.collectives.engine import purpose
-from lamina.ddp.backward.agreement import Settlement
+from lamina.ddp.backward.agreement import GradientChecks, Settlement
 from lamina.ddp.backward.gradient_hooks import (
     NO_STREAM,
     BackwardStream,
-    hook_gradients,
+    LeafHook,
+    hook_leaves,
 )
 from lamina.ddp.compat import queue_callback, will_execute
 from lamina.ddp.gradients.states import GradientState
@@ -75,11 +76,21 @@ class BackwardListener(Protocol):
         ...
 
 
+class _Flight(NamedTuple):
+    """A reduction under way: what it waits for now, and the steps after that."""
+
+    number: int
+    nbytes: int
+    handle: Handle
+    steps: Iterator[Handle]
+
+
 class ReductionQueue:
     """Reductions in one order on all ranks, and those of them that are under way.
 
-    The arguments are those of `GradientReducer`. `started` is called with a group before its
-    reduction begins, and `done` when users' hooks are to see its final gradients.
+    The arguments are those of `GradientReducer`. Reductions are a part of backwards that run on
+    `stream`. `started` is called with a group before its reduction begins, and `done` when users'
+    hooks are to see its final gradients.
     """
 
     def __init__(
@@ -91,7 +102,8 @@ class ReductionQueue:
         max_in_flight: int,
         max_bytes_in_flight: int | None,
         max_bytes_held: int | None,
-        started: Callable[[ParameterGroup], None],
+        stream: BackwardStream,
+        started: Callable[[ParameterGroup], None] | None,
         done: Callable[[int], None],
     ) -> None:
         self._groups = groups
@@ -109,11 +121,7 @@ class ReductionQueue:
         self.closed: set[int] = set()
         """Numbers of groups whose gradients are complete."""
         self._turns: deque[int] = deque()  # what `Order.STATIC` has still to issue, in its order
-        self._in_flight: deque[tuple[Iterator[Handle], Handle, int, int]] = deque()
-        self._stream: BackwardStream | None = None
-
-    def follow(self, stream: BackwardStream) -> None:
-        """Say which stream the backwards run on that reductions are a part of."""
+        self._in_flight: deque[_Flight] = deque()
         self._stream = stream
 
     def expect_final(self, final: bool) -> None:
@@ -145,7 +153,8 @@ class ReductionQueue:
     def issue(self, number: int) -> None:
         """Begin a group's reduction, once there is room for it on the wire."""
         group, gradients = self._groups[number], self._gradients[number]
-        self._started(group)
+        if self._started is not None:
+            self._started(group)
         # Older ones are waited for first: each holds a gradient buffer until it has ended.
         leave = self._max_in_flight - 1
         if self.max_bytes_in_flight is not None:
@@ -160,7 +169,7 @@ class ReductionQueue:
         finally:
             purpose.reset(before)
         if handle is not None:
-            self._in_flight.append((steps, handle, gradients.wire_bytes, number))
+            self._in_flight.append(_Flight(number, gradients.wire_bytes, handle, steps))
         elif self.is_final and group.shown.hooks.exist:  # one rank alone waits for nothing
             self._done(number)
         if not self._overlap:
@@ -169,8 +178,8 @@ class ReductionQueue:
     def _room_for(self, nbytes: int, limit: int) -> int:
         """How many of the newest reductions may go on beside another one, within `limit` bytes."""
         left, count = limit - nbytes, 0
-        for *_, nbytes_before, _ in reversed(self._in_flight):
-            left -= nbytes_before
+        for flight in reversed(self._in_flight):
+            left -= flight.nbytes
             if left < 0:
                 break
             count += 1
@@ -188,37 +197,36 @@ class ReductionQueue:
             sum over two axes does, and so may the hook of `set_all_reduce_hook`. See
             docs/decisions/0428.
         """
-        total = nbytes
-        for flight in self._in_flight:
-            total += flight[2]
-        while self._in_flight and total > (self._max_bytes_held or 0):
-            *_, oldest, number = self._in_flight[0]
-            stream = self._stream
-            elsewhere = stream is not None and stream.stream is not None and not stream.is_current
-            if elsewhere or not self._gradients[number].ends_alone:
+        if not self._in_flight:
+            return
+        leave = self._room_for(nbytes, self._max_bytes_held or 0)
+        while len(self._in_flight) > leave:
+            # On another stream than the backward's a wait would not order what the buffer is for.
+            oldest = self._in_flight[0].number
+            if not (self._stream.is_current and self._gradients[oldest].ends_alone):
                 return
             self.drain(len(self._in_flight) - 1)
-            total -= oldest
 
     def drain(self, leave: int) -> None:
         """Wait for the oldest reductions, until so many are left under way."""
         while len(self._in_flight) > leave:
-            steps, handle, _, number = self._in_flight.popleft()
-            group = self._groups[number]
-            handle.wait()
+            flight = self._in_flight.popleft()
+            group = self._groups[flight.number]
+            flight.handle.wait()
+            # Further collectives of a sum over two axes, and what comes after the last one.
             before = purpose.set(group.weights.title)
             try:
-                for further in steps:
+                for further in flight.steps:
                     further.wait()
             finally:
                 purpose.reset(before)
             if self.is_final and group.shown.hooks.exist:
-                self._done(number)
+                self._done(flight.number)
 
     def abandon(self) -> None:
         """The backward has raised: what is under way ends, and nobody reads it."""
-        for _, handle, *_ in self._in_flight:
-            handle.wait()
+        for flight in self._in_flight:
+            flight.handle.wait()
         self._in_flight.clear()
 
 
@@ -310,8 +318,11 @@ class GradientReducer:
         self.groups = tuple(groups)
         self._gradients = [group.trained for group in self.groups]
         self._numbers = {id(group): number for number, group in enumerate(self.groups)}
-        self._settlement = Settlement(self.groups, scratch, check_finite, largest)
+        checked = check_finite or largest is not None
+        checks = GradientChecks(check_finite, largest) if checked else None
+        self._settlement = Settlement(self.groups, scratch, checks)
         self._hooks = _HookCalls(self.groups)
+        self._stream = BackwardStream(groups[0].device if groups else torch.device("cpu"))
         self._queue = ReductionQueue(
             self.groups,
             order=order,
@@ -319,16 +330,16 @@ class GradientReducer:
             max_in_flight=max_in_flight,
             max_bytes_in_flight=max_bytes_in_flight,
             max_bytes_held=max_bytes_held,
-            started=self._settlement.note,
+            stream=self._stream,
+            started=None if checks is None else checks.note,
             done=self._hooks.call,
         )
-        self._listener: weakref.ref[BackwardListener] | None = None
+        self._listener: Callable[[], BackwardListener | None] = lambda: None
         self._phase = ReducerPhase.IDLE
         self._is_waiting = False  # a last reduction is still to come; the same on all ranks
         self._end = BackwardEnd()
-        self._stream = BackwardStream(groups[0].device if groups else torch.device("cpu"))
-        self._queue.follow(self._stream)
-        self._leaves = [hook_gradients(each, at, self) for at, each in enumerate(self.groups)]
+        hooks = [partial(self._hook, number) for number in range(len(self.groups))]
+        self._leaves = list(map(hook_leaves, self.groups, hooks))
         # Of the backward at hand: how many leaves of each group it has come to, which groups wait
         # for the rest, and (if groups close when complete) which parameters got a gradient.
         self._reached = [0] * len(self.groups)
@@ -340,9 +351,6 @@ class GradientReducer:
     def tell(self, listener: BackwardListener) -> None:
         """Have `listener` (held weakly) told when a backward begins and ends."""
         self._listener = weakref.ref(listener)
-
-    def _told(self) -> BackwardListener | None:
-        return None if self._listener is None else self._listener()
 
     # -- which microbatch it is ---------------------------------------------------------------
 
@@ -434,7 +442,7 @@ class GradientReducer:
             )
         # The engine may refuse it, so nothing of the last backward is forgotten before.
         self._stream.begin()
-        if (listener := self._told()) is not None:
+        if (listener := self._listener()) is not None:
             listener.backward_begins()
         for arrived in self._arrived or ():
             arrived.clear()
@@ -454,39 +462,53 @@ class GradientReducer:
         self._phase = ReducerPhase.BACKWARD
         self._end.queue(self._end_backward)
 
-    def take_gradient(self, number: int, index: int, gradient: torch.Tensor | None) -> None:
+    def _hook(self, number: int, index: int) -> LeafHook:
+        """The hook on the leaves of one parameter, by the numbers of its group and in it.
+
+        It refers to the reducer weakly, as the reducer holds the nodes that hold the hooks.
+        """
+        return partial(GradientReducer._take, weakref.ref(self), number, index)
+
+    @staticmethod
+    def _take(
+        reducer: "weakref.ref[GradientReducer]",
+        number: int,
+        index: int,
+        gradients: tuple[torch.Tensor | None],
+    ) -> tuple[None] | None:
         """Autograd has brought a parameter's gradient, which belongs to the backward that runs.
 
         It comes from the compute parameter, or from the main one (a penalty, or a weight read
-        outside its unit). That of a whole parameter is summed over ranks. One of this rank's span
-        is the mean of all ranks' gradients there; see `LocalGradients.add_span`.
+        outside its unit). There is none where a layer has written it to the bucket already.
         """
+        if (self := reducer()) is None:
+            return None  # the wrapper is gone: gradients go to `.grad`
         # Of a parameter that the loss reads beside all outputs (a penalty), this comes first.
         if self._phase is not ReducerPhase.BACKWARD or self._end.queued() is None:
             self._begin_by(number)
-        group, gradients = self.groups[number], self._gradients[number]
+        group, local, gradient = self.groups[number], self._gradients[number].local, gradients[0]
         with NO_STREAM if self._stream.stream is None else self._stream.entered(gradient):
-            # That of a span is kept beside the buffer; a whole one is added where it is sent from.
+            # That of a whole parameter is added where it is sent from, and summed over ranks. That
+            # of this rank's span is the mean of all ranks' gradients there, and is kept beside.
             if isinstance(gradient, ShardedTensor):
-                gradients.local.add_span(index, gradient, group.ranks_of_spans)
+                local.add_span(index, gradient, group.ranks_of_spans)
             elif gradient is not None:
                 if gradient.layout is not torch.strided:
                     raise TypeError(
                         f"{group.refs[index].name} has a gradient of layout {gradient.layout}; "
                         "flat buffers hold strided gradients only: make it with sparse=False"
                     )
-                gradients.local.add(index, gradient)
-            # A group that waits for its last leaf goes on its way with it.
+                local.add(index, gradient)
             self._reached[number] += 1
-            if self._arrived is not None and (
-                gradient is not None or index in gradients.local.by_layers
-            ):
+            if self._arrived is not None and (gradient is not None or index in local.by_layers):
                 arrived = self._arrived[number]
                 arrived.add(index)
                 if len(arrived) == len(group.refs):
                     self._closing.add(number)
+            # A group that waits for its last leaf goes on its way with it.
             if number in self._closing:
                 self.close(group)
+        return (None,)  # nothing is left for the node that would accumulate into `.grad`
 
     def _begin_by(self, number: int) -> None:
         """A gradient has come before any output of the wrapper: begin a backward, or none if late.
@@ -517,12 +539,12 @@ class GradientReducer:
         self._settlement.forget()
         for gradients in self._gradients:
             gradients.local.abandon_backward()
-        if (listener := self._told()) is not None:
+        if (listener := self._listener()) is not None:
             listener.backward_is_over(raised=True)
 
     def _end_backward(self) -> None:
         """Reduce what is left, wait for all, and show the gradients to the optimizer."""
-        listener, raised = self._told(), True
+        listener, raised = self._listener(), True
         with NO_STREAM if self._stream.stream is None else self._stream.entered(None):
             try:
                 # Units that autograd has not left yet are complete now, so all groups close.

@@ -4,6 +4,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -101,9 +102,10 @@ def _refuse_shared_memory(refs: Iterable[ParameterRef]) -> None:
     for memory, sharing in by_memory.items():
         if memory == 0 or len(sharing) == 1:  # zero: meta tensors, and tensors without elements
             continue
-        end, before = -1, sharing[0]
-        for ref in sorted(sharing, key=lambda ref: _bytes_of(ref.parameter)[0]):
-            start, stop = _bytes_of(ref.parameter)
+        # In order of memory: if any two meet, then two neighbours do.
+        sharing.sort(key=lambda ref: _bytes_of(ref.parameter))
+        for before, ref in pairwise(sharing):
+            (_, end), (start, _) = _bytes_of(before.parameter), _bytes_of(ref.parameter)
             if start < end and _elements_meet(sharing):
                 raise ValueError(
                     f"{ref.name} and {before.name} are two parameters over the same memory, and "
@@ -111,8 +113,6 @@ def _refuse_shared_memory(refs: Iterable[ParameterRef]) -> None:
                     f"them as one parameter before wrapping (such as {ref.name} = {before.name}), "
                     "or give one of them memory of its own (clone)"
                 )
-            if stop > end:
-                end, before = stop, ref
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:

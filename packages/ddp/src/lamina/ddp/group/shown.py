@@ -92,6 +92,7 @@ class MainParameters:
         main = self.buffer
         if other.placement == main.placement:
             return other
+        # Whole main grads over cut main weights: the optimizer of this rank reads a part of them.
         storage = other.piece(main.placement)
         return FlatBuffer(
             other.layout, main.placement, other.dtype, other.device, other.axes, storage=storage
@@ -434,7 +435,7 @@ class ShownGradients:
     def _versions(self) -> tuple[int, int]:
         # A ShardedTensor counts writes by itself, and its flat memory does not.
         count = 0
-        for main in self._mains.parameters:
+        for main in self._mains.parameters:  # a plain loop: this runs for each group of each step
             if (grad := main.grad) is not None:
                 count += grad._version
         main_grads = self._gradients.main

@@ -241,6 +241,7 @@ class Weights(ABC):
         """Write main weights into this rank's copy and spread it along the outer axis."""
         if self._main is None:
             return
+        # A kernel of the step may have written these weights with the main ones.
         if self.main_slice is not None and not self._written_through:
             with torch.no_grad():
                 self.main_slice.copy_(self._main.data)
@@ -280,6 +281,7 @@ class WholeWeights(Weights):
     def _gather(self) -> Handle | None:
         if not self._spread_inner:
             return None
+        # In place: each rank's piece lies where it belongs in the whole.
         self._spread_inner = False
         whole = self.local.data
         piece = whole.numel() // self.axes.inner.size

@@ -181,6 +181,7 @@ class BorrowedGroups(ABC):
                 group.shown.refuse_unsummed(f"{type(optimizer).__name__}.step()")
                 if group.writes.addresses:
                     group.writes.refuse_assigned(group.refs)
+        # The lists are copied: a user may hold the very list that a group was made with.
         self._users = [list(settings["params"]) for settings in optimizer.param_groups]
         self._zero_grad = optimizer.__dict__.get(_ZERO_GRAD)
         reference = weakref.ref(optimizer)
@@ -305,6 +306,7 @@ class FlatStep(BorrowedGroups):
             return list(settings["params"])
         plan = self._plan(number, settings["params"], optimizer)
         self._runs += plan.runs
+        # Before any kernel: torch's first step would make moments in the main weights' dtype.
         for run in plan.runs:
             if run.group.dtypes.moments is not None and not run.state:
                 self._begin_state(run, run.group.dtypes.moments, settings)
@@ -323,6 +325,7 @@ class FlatStep(BorrowedGroups):
             for run in runs:
                 optimizer.state.pop(run.parameter, None)
                 run.parameter.grad = None
+        # A group's weights are written through if every run of it was stepped by such a kernel.
         wrote: dict[ParameterGroup, bool] = {}
         for run in runs:
             wrote[run.group] = wrote.get(run.group, stepped) and run.wrote_weights

@@ -493,6 +493,8 @@ def main() -> None:
         "LOCAL_RANK": 0,
         "WORLD_SIZE": words.world,
         "LOCAL_WORLD_SIZE": min(8, words.world),
+        # Of more ranks torch has several name the communicator, and the others do not exist.
+        "TORCH_NCCL_RANKS_PER_ROOT": words.world,
     }
     os.environ.update({name: str(value) for name, value in local.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577")

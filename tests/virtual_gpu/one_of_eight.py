@@ -21,6 +21,7 @@ __all__ = ["Block", "end", "ids", "llama", "sharded", "start", "train"]
 def start(backend: str = "cpu:fake,cuda:nccl", world: int = 8) -> None:
     """Make the default process group."""
     words = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": min(world, 8)}
+    words |= {"TORCH_NCCL_RANKS_PER_ROOT": world}  # of more ranks several name the communicator
     os.environ.update({name: str(value) for name, value in words.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577")
     device = torch.device("cuda:0")

@@ -47,9 +47,7 @@ class ShardedWeights(Weights):
     - where the model is put at rest: before its state is saved, loaded or copied
       (`Engine.put_at_rest`).
     So a plain step gathers a unit twice, for its forward and its backward, and the last unit and
-    the root once. A third gather has one of these reasons: its forward runs again (recomputation),
-    a `gather_budget` or a slot made it leave, it was gathered ahead and not called, a module
-    outside its unit read it (`unshard`), or its main weights were written since (`mark_changed`).
+    the root once. What makes it more is in docs/how-to/profile.md.
 
     `local` is cut along the inner one of the data-parallel `axes`, and `key` names this group in
     the pool. The compute `dtype` is that of `local` by default.

@@ -1,14 +1,16 @@
 """Law 5, host by host: the plan of a step's bytes equals what the ledger counts."""
 
 import contextlib
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from torch import nn
 
 from lamina.collectives import Ledger
-from lamina.ddp import wire_plan
+from lamina.ddp import DistributedDataParallelConfig, wire_plan
 from lamina.ddp.engine import WireBytes
+from lamina.ddp.inspect.wire import codec_of
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina.mesh import ParallelLayout
 from lamina_testing.toys import Block
@@ -102,3 +104,10 @@ def test_the_plan_of_a_step_is_what_the_ledger_counts(monkeypatch, strategy, rep
         assert counted(ledger, ":reduce") == plan.gradients
         assert plan.gradients.between > 0
         assert (plan.weights.between > 0) is (strategy > 0 and (replicate == 1 or bool(settings)))
+
+
+def test_every_reduction_has_a_formula_and_none_is_made_up():
+    for name in get_args(get_type_hints(DistributedDataParallelConfig)["reduction"]):
+        assert codec_of(name, torch.bfloat16).dtype in (torch.bfloat16, torch.int8)
+    with pytest.raises(KeyError, match="another"):
+        codec_of("another", torch.bfloat16)

@@ -188,7 +188,7 @@ def _received(group: ParameterGroup) -> int:
     """The pieces that a reduction receives, and their sum where main grads are kept elsewhere."""
     reduction, axis = group.settings.reduction, group.axes.inner
     numel, wire, device = group.layout.size, group.dtypes.wire, group.device
-    if reduction.name in ("ordered", "int8", "checked"):
+    if reduction.name not in ("native", "reproducible"):
         received = bytes_received(
             axis.sibling("reduce"),
             numel,

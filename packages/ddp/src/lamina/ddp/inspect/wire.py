@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -124,8 +125,8 @@ def _reduced(group: ParameterGroup, microbatches: int) -> WireBytes:
     whole = outer and not inner
     sent = _sum(axes.inner, numel, name, dtypes.wire, wide if whole else None, group.device) * times
     part = numel if whole else numel // axes.inner.size
-    name = "ordered" if name == "int8" else name  # sums travel as they are
-    sent += _sum(axes.outer, part, name, wide, None if outer else dtypes.grads, group.device)
+    back = None if outer else dtypes.grads
+    sent += _sum(axes.outer, part, name, wide, back, group.device, own=False)
     if not outer and not inner:
         sent += _gather(axes.inner, numel * dtypes.grads.itemsize, group.device)
     return sent
@@ -176,11 +177,20 @@ def _to_others(axis: MeshAxis, nbytes: int) -> WireBytes:
     return WireBytes((near - 1) * nbytes, (axis.size - near) * nbytes)
 
 
-def codec_of(name: str, wire: torch.dtype) -> GradientCodec:
-    """What makes gradients travel in the reduction of this name."""
-    if name in ("int8", "checked"):
-        return Int8Blocks() if name == "int8" else Checksums(wire)
-    return Cast(wire)
+_WIRES: dict[str, tuple[Callable[[torch.dtype], GradientCodec], ...]] = {
+    "ordered": (Cast, Cast),
+    "native": (Cast, Cast),
+    "int8": (lambda _: Int8Blocks(), Cast),
+    "checked": (Checksums, Checksums),
+}
+"""What a rank's own gradients, and sums that a further axis adds up, travel as. A reduction that is
+not here has no formula, and none is made up."""
+
+
+def codec_of(name: str, wire: torch.dtype, *, own: bool = True) -> GradientCodec:
+    """What makes a rank's `own` gradients, or sums of them, travel in a reduction, by its name."""
+    gradients, sums = _WIRES[name]
+    return gradients(wire) if own else sums(wire)
 
 
 def _sum(
@@ -190,9 +200,11 @@ def _sum(
     wire: torch.dtype,
     gathered: torch.dtype | None,
     device: torch.device,
+    *,
+    own: bool = True,
 ) -> WireBytes:
     """A reduction of `numel` elements; the sums are gathered in a dtype, or None for a scatter."""
-    codec = codec_of(name, wire)
+    codec = codec_of(name, wire, own=own)
     piece = -(-numel // axis.size)
     side = 0 if codec.side_dtype is None else codec.side_dtype.itemsize
     terms = -(-piece // codec.block) * (codec.block * codec.dtype.itemsize + side)

@@ -1,12 +1,14 @@
 """What users do with their own hands between the calls of a loop: right, or refused by name."""
 
 import copy
+import gc
 import pickle
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lamina.ddp import (
     DistributedDataParallel,
@@ -134,6 +136,18 @@ def test_an_optimizer_that_would_train_nothing_is_refused(sharded, dtype, ranks)
     for step in (optimizer.step, plain.step):
         with pytest.raises(RuntimeError, match=r"add_param_group|added to it afterwards"):
             step()
+
+
+@pytest.mark.ranks(1)
+def test_nothing_watches_over_optimizers_once_a_model_is_gone(ranks):
+    before = len(_global_optimizer_pre_hooks)
+    wrapped, _ = wrap(build(dtype=torch.bfloat16), False)
+    other = sgd(nn.Linear(2, 2))
+    other.step()  # of another model: none of the wrapped one's parameters is in it
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    del wrapped
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == before
 
 
 KINDS = pytest.mark.parametrize(

@@ -95,18 +95,20 @@ class GradientChecks:
 
     def look(self) -> BadGradients:
         """The first bad gradient since the last look; the host waits for the device once."""
+        # One copy to the host for the magnitudes of all parameters.
         largest = torch.stack(self._sizes).tolist() if self._sizes else []
-        noted, found = self._noted, BadGradients()
+        noted, first = self._noted, BadGradients()
         self.forget()
         for (group, index), size in zip(noted, largest, strict=True):
             what = f"gradient of {group.refs[index].name}"
             where = f"on {group.axes.here} before its reduction"
             if self._finite and not math.isfinite(size):
                 return BadGradients(2, f"{what} is not finite {where}")
-            if not found.kind and self._limit is not None and not size <= self._limit:  # NaN too
+            if not first.kind and self._limit is not None and not size <= self._limit:  # NaN too
                 above = f"above check_for_large_grads={self._limit:.3g}"
-                found = BadGradients(1, f"{what} reaches {size:.3g} {where}, {above}")
-        return found
+                # What is not finite is worse, so the others are looked at as well.
+                first = BadGradients(1, f"{what} reaches {size:.3g} {where}, {above}")
+        return first
 
     def forget(self) -> None:
         """Drop what was noted."""
@@ -166,7 +168,7 @@ class ProducedFlags:
         bad = bad or BadGradients()
         written = {} if self._common is None else self._written()
         if not self._over:
-            return bad
+            return bad  # one rank alone
         own = _Flags([each.produced_gradient for each in self._gradients], bad.kind)
         # Of the facts' dtype, so that the backend can reduce both at once (see `SmallReduction`).
         shared = [torch.tensor(own.words, dtype=torch.int64, device=self._device)]
@@ -179,11 +181,13 @@ class ProducedFlags:
         for reduction in self._reductions:
             reduction.reduce(shared)
         if self._common is not None and self._common.differ(shared[1]):
-            self._common.require(step)  # of two differences a step left out is the cause
+            # Of two differences a step left out is the cause, so it is named first.
+            self._common.require(step)
             self._refuse_lone_writes(self._common, written)
         merged = own.read(shared[0].tolist())
         for gradients, produced in zip(self._gradients, merged.produced, strict=True):
             gradients.mark_produced(produced)
+        # All ranks know the kind, and those that found it say which parameter it was.
         texts = [bad.text]
         if merged.kind and self._common is not None:
             texts = self._common.said(bad.text)
@@ -212,15 +216,17 @@ class ProducedFlags:
             for index, ref in enumerate(group.refs):
                 value, (start, stop) = _value(group, index), group.spans[index]
                 main, computed = (ref.name, False) in written, (ref.name, True) in written
+                # Alone is a write that some rank has made, and another that could have has not.
                 flags = [main, not main and start < stop, computed, not computed]
                 names.append((ref.name, value is None))
+                # The largest of the complements is the complement of the smallest.
                 rows.append([*map(int, flags), value or 0, ~(value or 0)])
-        found = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        merged = torch.tensor(rows, dtype=torch.int64, device=self._device)
         for over in self._over:
-            all_reduce_small([found], over.group, op="max")
+            all_reduce_small([merged], over.group, op="max")
         lone = [
             name
-            for (name, is_cut), (*flags, most, least) in zip(names, found.tolist(), strict=True)
+            for (name, is_cut), (*flags, most, least) in zip(names, merged.tolist(), strict=True)
             if (all(flags[:2]) or all(flags[2:]) if is_cut else most != ~least)
         ]
         if lone:
@@ -229,7 +235,7 @@ class ProducedFlags:
             more = f" (and {len(lone) - 1} more parameters)" if len(lone) > 1 else ""
             raise DisagreementError(
                 f"{lone[0]}{more} was written outside of an optimizer's step on some ranks only: "
-                f"{'; '.join([one for one in said if one][:4])}. Write the same values on all "
+                f"{'; '.join([text for text in said if text][:4])}. Write the same values on all "
                 "ranks, before the forward that computes with them"
             )
 

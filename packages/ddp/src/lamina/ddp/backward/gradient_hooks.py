@@ -343,20 +343,25 @@ def _backward_to_leaves(
 ) -> None:
     """What `torch.autograd.backward` does: of a main parameter, both leaves take gradients."""
     asked: list[Any] = []
-    for one in inputs or ():
-        if not isinstance(one, _CutInGraph | _WholeInGraph):
-            asked.append(one)
-        elif not one.requires_grad:
-            asked.append(one.detach())  # for torch's own error
+    for given in inputs or ():
+        if not isinstance(given, _CutInGraph | _WholeInGraph):
+            asked.append(given)
+        elif not given.requires_grad:
+            asked.append(given.detach())  # for torch's own error
         else:
-            ref = one.__dict__[_LEAF].ref
+            ref = given.__dict__[_LEAF].ref
             if ref is not None and ref.parameter.requires_grad:
                 asked.append(get_gradient_edge(ref.parameter))
-            asked.append(get_gradient_edge(one))
-    tensors = [
-        one.view_as(one) if isinstance(one, _CutInGraph | _WholeInGraph) else one for one in tensors
+            asked.append(get_gradient_edge(given))
+    torch.autograd.backward(_plain(tensors), inputs=asked or None, **options)
+
+
+def _plain(outputs: Sequence[Any]) -> list[Any]:
+    """Outputs without the class that would bring them here again."""
+    return [
+        each.view_as(each) if isinstance(each, _CutInGraph | _WholeInGraph) else each
+        for each in outputs
     ]
-    torch.autograd.backward(tensors, inputs=asked or None, **options)
 
 
 def _gradients_of_leaves(
@@ -370,23 +375,21 @@ def _gradients_of_leaves(
     """What `torch.autograd.grad` gives for main parameters: whole, of this rank's outputs alone."""
     asked: list[Any] = list(inputs)
     refs: dict[int, ParameterRef] = {}
-    for at, one in enumerate(inputs):
-        if isinstance(one, _CutInGraph | _WholeInGraph):
-            ref = one.__dict__[_LEAF].ref
-            if not one.requires_grad:
-                asked[at] = one.detach()  # for torch's own error
+    for at, given in enumerate(inputs):
+        if isinstance(given, _CutInGraph | _WholeInGraph):
+            ref = given.__dict__[_LEAF].ref
+            if not given.requires_grad:
+                asked[at] = given.detach()  # for torch's own error
             elif ref is None or not ref.parameter.requires_grad:
-                asked[at] = get_gradient_edge(one)
+                asked[at] = get_gradient_edge(given)
             else:
                 asked[at], refs[at] = get_gradient_edge(ref.parameter), ref
-    outputs = [
-        one.view_as(one) if isinstance(one, _CutInGraph | _WholeInGraph) else one for one in outputs
-    ]
+    # A loss may read a parameter in a forward (the compute leaf), and outside of it (the main one).
     own = [get_gradient_edge(inputs[at]) for at in refs]
-    found = list(torch.autograd.grad(outputs, [*asked, *own], allow_unused=True, **options))
-    for (at, ref), direct in zip(refs.items(), found[len(inputs) :], strict=True):
-        if found[at] is None or direct is None:
-            found[at] = direct if found[at] is None else found[at].to(inputs[at].dtype)
+    taken = list(torch.autograd.grad(_plain(outputs), [*asked, *own], allow_unused=True, **options))
+    for (at, ref), direct in zip(refs.items(), taken[len(inputs) :], strict=True):
+        if taken[at] is None or direct is None:
+            taken[at] = direct if taken[at] is None else taken[at].to(inputs[at].dtype)
         elif isinstance(direct, ShardedTensor):
             raise RuntimeError(
                 f"torch.autograd.grad of {ref.name}, which the loss reads in a forward and outside "
@@ -394,16 +397,19 @@ def _gradients_of_leaves(
                 "loss.backward() and read .grad, or take the gradients of both terms one by one"
             )
         else:
-            found[at] = found[at].to(direct.dtype) + direct
-    for at, one in enumerate(inputs):
-        if found[at] is None and materialize_grads:
-            found[at] = torch.zeros(
-                one.shape, dtype=one.dtype, device=one.device, requires_grad=options["create_graph"]
+            taken[at] = taken[at].to(direct.dtype) + direct
+    for at, given in enumerate(inputs):
+        if taken[at] is None and materialize_grads:
+            taken[at] = torch.zeros(
+                given.shape,
+                dtype=given.dtype,
+                device=given.device,
+                requires_grad=options["create_graph"],
             )
-        elif found[at] is None and not allow_unused:
+        elif taken[at] is None and not allow_unused:
             what = refs[at].name if at in refs else f"input {at} of torch.autograd.grad"
             raise RuntimeError(
                 f"{what} has no part in the outputs that are differentiated: pass "
                 "allow_unused=True, which gives None for it"
             )
-    return tuple(found[: len(inputs)])
+    return tuple(taken[: len(inputs)])

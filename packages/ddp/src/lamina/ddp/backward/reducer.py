@@ -665,9 +665,9 @@ class BackwardEnd:
 
     def queue(self, end: Callable[[], None]) -> None:
         """Have `end` called when the backward that runs now has ended."""
-        held = partial(end)
-        self.queued = weakref.ref(held)
-        queue_callback(held)
+        callback = partial(end)
+        self.queued = weakref.ref(callback)
+        queue_callback(callback)
 
     @property
     def will_come(self) -> bool:

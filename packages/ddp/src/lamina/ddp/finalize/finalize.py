@@ -121,8 +121,8 @@ def finalize_plain_gradients(modules: nn.Module | Sequence[nn.Module], mesh: Par
     it has summed these gradients over tp or stages before.
     """
     stages = _stages(modules)
-    named = [one for stage in stages for one in stage.named_parameters() if one[1].requires_grad]
-    gradients = [PlainGradient(name, parameter) for name, parameter in named]
+    named = (pair for stage in stages for pair in stage.named_parameters())
+    gradients = [PlainGradient(name, p) for name, p in named if p.requires_grad]
     _refuse_data_parallel(gradients, mesh)
     for gradient in gradients:
         grad = gradient.parameter.grad
@@ -173,12 +173,11 @@ def _mark_summed(parameter: torch.Tensor) -> None:
     reference = weakref.ref(parameter)  # the parameter holds its hooks
 
     def before(_: torch.Tensor) -> None:
-        held = reference()
-        summed = None if held is None else held.grad
+        summed = getattr(reference(), "grad", None)
         if summed is None or not hasattr(summed, _SUMMED):
-            handle.remove()
+            handle.remove()  # it was dropped
         elif not bool(summed.any()):
-            handle.remove()
+            handle.remove()  # it was zeroed, and what comes now is no sum yet
             delattr(summed, _SUMMED)
 
     handle = parameter.register_hook(before)  # type: ignore[no-untyped-call]
@@ -225,8 +224,8 @@ def warn_of_unfinished_steps(optimizer: Optimizer, module: nn.Module) -> None:
     """Warn, once, before a step that comes without `finalize_grads` to modules that need it.
 
     Those are submodules with a `finalize_step` whose attribute `needs_finalize` is true then: a
-    router whose bias has not moved since tokens were counted, for one. An attribute `step_watched`
-    is set to True, if there is one: the submodule need not look for steps itself.
+    router whose bias has not moved since tokens were counted, for one. Its method `leave_steps` is
+    called, if there is one: the submodule need not look for steps itself.
 
     The optimizer gets a hook if there is such a submodule.
     """
@@ -236,8 +235,8 @@ def warn_of_unfinished_steps(optimizer: Optimizer, module: nn.Module) -> None:
     if not watched:
         return
     for _, part in watched:
-        if hasattr(part, "step_watched"):  # it would look for steps itself
-            part.step_watched = True
+        if (leave := getattr(part, "leave_steps", None)) is not None:
+            leave()
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [name for name, part in watched if getattr(part, "needs_finalize", False)]

@@ -76,8 +76,8 @@ class PlainGradient:
         return self.parameter.grad  # type: ignore[return-value]
 
 
-HeldGradient = GroupGradient | PlainGradient
-_HeldT = TypeVar("_HeldT", GroupGradient, PlainGradient)
+AnyGradient = GroupGradient | PlainGradient
+_GradientT = TypeVar("_GradientT", GroupGradient, PlainGradient)
 
 
 def wide_axis(mesh: ParallelMesh | DeviceMesh, name: str) -> MeshAxis | None:
@@ -92,16 +92,17 @@ def is_summed_over_tp(role: Role, mesh: ParallelMesh | DeviceMesh) -> bool:
     return role.tp_grad == "sum" and axis is not None
 
 
-def sum_over_tp(gradients: Iterable[HeldGradient], mesh: ParallelMesh | DeviceMesh) -> None:
+def sum_over_tp(gradients: Iterable[AnyGradient], mesh: ParallelMesh | DeviceMesh) -> None:
     """Sum or average what every tp rank holds whole, as roles say.
 
     ValueError refuses an expert on a `DeviceMesh` with tp, which does not say who holds it.
     """
-    held = [gradient for gradient in gradients if gradient.role.tp_grad is not None]
+    whole = [gradient for gradient in gradients if gradient.role.tp_grad is not None]
     for name, expert in (("tp", False), ("expert_tp", True)):
-        chosen = [gradient for gradient in held if gradient.role.expert is expert]
+        chosen = [gradient for gradient in whole if gradient.role.expert is expert]
         axis = wide_axis(mesh, name)
         if axis is not None:
+            # Ranks must send as much as their peers: who has no gradient sends zeros.
             _agree_who_has_one(chosen, axis, mesh.device_type)
             sums = [gradient for gradient in chosen if gradient.role.tp_grad == "sum"]
             means = [gradient for gradient in chosen if gradient.role.tp_grad == "mean"]
@@ -114,7 +115,7 @@ def sum_over_tp(gradients: Iterable[HeldGradient], mesh: ParallelMesh | DeviceMe
             )
 
 
-def sum_tied(gradients: Iterable[_HeldT], mesh: ParallelMesh | DeviceMesh) -> list[_HeldT]:
+def sum_tied(gradients: Iterable[_GradientT], mesh: ParallelMesh | DeviceMesh) -> list[_GradientT]:
     """Sum the gradients of copies of tied parameters, here or on the first and the last stage.
 
     Under V-shaped schedules one rank holds both of these stages, and the others neither. Tied
@@ -123,15 +124,17 @@ def sum_tied(gradients: Iterable[_HeldT], mesh: ParallelMesh | DeviceMesh) -> li
     The gradients that are sums now come back. Errors are those of `_tied_axis`, and ValueError for
     copies of different shapes.
     """
-    copies: dict[str, list[_HeldT]] = {}
+    copies: dict[str, list[_GradientT]] = {}
     for gradient in gradients:
         if (name := gradient.role.tied) is not None:
             copies.setdefault(name, []).append(gradient)
-    here = [held for held in copies.values() if len(held) > 1]
-    for held in here:
-        _sum_here(held)
-    summed = [gradient for held in here for gradient in held]
-    names = sorted(name for name, held in copies.items() if len(held) == 1)
+    # Both ends of a V-shaped pipeline are here, and no other rank has copies.
+    here = [both for both in copies.values() if len(both) > 1]
+    for both in here:
+        _sum_here(both)
+    summed = [gradient for both in here for gradient in both]
+    # The other copy is on the last stage, or on the first one. Names give one order on both.
+    names = sorted(name for name, both in copies.items() if len(both) == 1)
     axis = _tied_axis(names, mesh)
     if axis is not None:
         alone = [copies[name][0] for name in names]
@@ -141,26 +144,26 @@ def sum_tied(gradients: Iterable[_HeldT], mesh: ParallelMesh | DeviceMesh) -> li
     return summed
 
 
-def _sum_here(held: Sequence[HeldGradient]) -> None:
+def _sum_here(copies: Sequence[AnyGradient]) -> None:
     """Sum the gradients of copies on this rank, and give all of them the sum."""
-    shapes = {gradient.shape: gradient.name for gradient in held}
+    shapes = {gradient.shape: gradient.name for gradient in copies}
     if len(shapes) > 1:
         raise ValueError(
-            f"{' and '.join(shapes.values())} are tied as {held[0].role.tied!r} and have "
+            f"{' and '.join(shapes.values())} are tied as {copies[0].role.tied!r} and have "
             f"shapes {list(shapes)}: copies of one parameter have one shape"
         )
-    if not any(flag for gradient in held for flag in gradient.produced):
+    if not any(flag for gradient in copies for flag in gradient.produced):
         return
-    for gradient in held:
+    for gradient in copies:
         gradient.complete([True] * len(gradient.produced))
-    first, *others = held
+    first, *others = copies
     for gradient in others:
         first.values.add_(gradient.values)
     for gradient in others:
         gradient.values.copy_(first.values)
 
 
-def _agree_who_has_one(gradients: Sequence[HeldGradient], axis: MeshAxis, device_type: str) -> None:
+def _agree_who_has_one(gradients: Sequence[AnyGradient], axis: MeshAxis, device_type: str) -> None:
     """A gradient that only some ranks of an axis have is zero on the others."""
     if not gradients:
         return
@@ -173,13 +176,14 @@ def _agree_who_has_one(gradients: Sequence[HeldGradient], axis: MeshAxis, device
         gradient.complete([next(agreed) for _ in gradient.produced])
 
 
-def _all_reduce(gradients: Iterable[HeldGradient], axis: MeshAxis, scale: float | None) -> None:
+def _all_reduce(gradients: Iterable[AnyGradient], axis: MeshAxis, scale: float | None) -> None:
     """Sum over an axis in fp32 at least, with one collective per dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for values in [gradient.values for gradient in gradients if any(gradient.produced)]:
         dtype = torch.promote_types(values.dtype, torch.float32)
         by_dtype.setdefault(dtype, []).append(values)
     for dtype, members in by_dtype.items():
+        # One message for all of them, however small they are.
         packed = torch.cat([member.reshape(-1).to(dtype) for member in members])
         all_reduce_fp32(packed, packed, axis.sibling("reduce"), scale=scale)
         pieces = torch.split(packed, [member.numel() for member in members])
@@ -195,14 +199,14 @@ def _tied_axis(names: Iterable[str], mesh: ParallelMesh | DeviceMesh) -> MeshAxi
     `names` are what this rank holds one copy of (the `tied` of a role). None: nobody else holds
     copies. ValueError refuses a tie to a stage in between, or one that only one of the two knows.
     """
-    held = sorted(names)
+    tied = sorted(names)
     stages = axis_if_there(mesh, "pp")
     if stages is None or stages.size == 1:
         return None
     first_or_last = stages.rank in (0, stages.size - 1)
-    if held and not first_or_last:
+    if tied and not first_or_last:
         raise ValueError(
-            f"stage {stages.rank} of {stages.size} holds a parameter marked tied={held[0]!r}: "
+            f"stage {stages.rank} of {stages.size} holds a parameter marked tied={tied[0]!r}: "
             "gradients of tied parameters are summed between the first and the last stage only; "
             "move it there, or give it a name of its own"
         )
@@ -210,28 +214,29 @@ def _tied_axis(names: Iterable[str], mesh: ParallelMesh | DeviceMesh) -> MeshAxi
         axis = mesh.embedding_axis
     else:
         axis = stages if stages.size == 2 else None
-        if axis is None and held:
+        if axis is None and tied:
             raise ValueError(
-                f"tied={held[0]!r} on a DeviceMesh with {stages.size} stages: the first and the "
+                f"tied={tied[0]!r} on a DeviceMesh with {stages.size} stages: the first and the "
                 "last need a group of their own, which ParallelLayout(...).build() makes"
             )
     if axis is None or axis.size == 1:
         return None
-    _refuse_other_ties(held, axis, mesh.device_type)
-    return axis if held else None
+    _refuse_other_ties(tied, axis, mesh.device_type)
+    return axis if tied else None
 
 
-def _refuse_other_ties(held: list[str], axis: MeshAxis, device_type: str) -> None:
+def _refuse_other_ties(tied: list[str], axis: MeshAxis, device_type: str) -> None:
     """Raise ValueError on both stages if they hold other names."""
-    number = zlib.crc32("\0".join(held).encode()) if held else 0
+    number = zlib.crc32("\0".join(tied).encode()) if tied else 0
     group = axis.sibling("reduce")
     device = host_device([group], device_type)
+    # The largest number and the negated smallest one are each other's negatives if all are equal.
     extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
     all_reduce_small([extremes], group, op="max")
     largest, negated = extremes.tolist()
     if largest != -negated:
         raise ValueError(
             f"this stage (ranks {axis.ranks}, place {axis.rank}) holds parameters tied as "
-            f"{held or 'nothing'}, and the stage at the other end of the pipeline others: mark "
+            f"{tied or 'nothing'}, and the stage at the other end of the pipeline others: mark "
             "both copies of a tied parameter with the same name, and freeze both or none"
         )

@@ -201,11 +201,11 @@ class HealthMonitor:
         """This rank's loss (mean, at "max" the largest), 1 if it has one, its pace: fp64 [9]."""
         pace = [0.0] * NUMBERS if op == "max" else self._pace.message()
         nothing = -math.inf if op == "max" else 0.0
-        told = torch.tensor([nothing, bool(self._noted), *pace], dtype=torch.float64, device=device)
+        sent = torch.tensor([nothing, bool(self._noted), *pace], dtype=torch.float64, device=device)
         if self._noted:
             losses = torch.stack([loss.to(device) for loss in self._noted])
-            told[0] = losses.max() if op == "max" else losses.mean()
-        return told
+            sent[0] = losses.max() if op == "max" else losses.mean()
+        return sent
 
     def judge(
         self,
@@ -250,8 +250,9 @@ class HealthMonitor:
                 [f"the {what} is not finite" for what in infinite]
                 + [f"the {what} is above its limit of {most:.4g}" for what, most in spikes.items()]
             )
-            told = self._suspects(bool(infinite)), gradients(bool(infinite))
-            words = words_of_all(*told, axes, device)
+            # Only now do ranks send words, and all of them, as the verdict is the same on all.
+            suspects, names = self._suspects(bool(infinite)), gradients(bool(infinite))
+            words = words_of_all(suspects, names, axes, device)
             reason = f"loss {loss}, gradient norm {norm:.6g}: {cause}{words}"
             self._conclude(loss, norm, reason, (self._nonfinite if infinite else self._spike) or "")
         network = self._pace.network
@@ -269,12 +270,12 @@ class HealthMonitor:
         self.last = Judgement(loss, norm, Decision(policy), reason)
         self.counts[policy] += 1
         if not dist.is_initialized() or dist.get_rank() == 0:
-            told = "the step is skipped" if policy == "skip" else "training goes back"
-            warnings.warn(f"{reason}; {told}", stacklevel=5)
+            done = "the step is skipped" if policy == "skip" else "training goes back"
+            warnings.warn(f"{reason}; {done}", stacklevel=5)
 
     def _spikes(self, known: Mapping[str, float]) -> dict[str, float]:
         """What is above its limit, and the limit."""
-        found = {}
+        above = {}
         for what, value in known.items():
             if len(recent := self._recent[what]) >= self._least:
                 median = statistics.median(recent)
@@ -282,8 +283,8 @@ class HealthMonitor:
                 deviation = max(_TO_STANDARD_DEVIATION * distance, 0.1 * abs(median))
                 limit = self._limit * (_OF_NORMS if what == "gradient norm" else 1.0)
                 if value > (most := median + limit * deviation):
-                    found[what] = most
-        return found
+                    above[what] = most
+        return above
 
     def _stragglers(
         self, pace: Sequence[float], axes: Sequence[MeshAxis], device: torch.device
@@ -296,11 +297,11 @@ class HealthMonitor:
         if not pace[2]:
             return ()
         rows = _rows_of_all(self._pace.words(), axes, device)
-        found = tuple(Straggler(row[0], row[1], float(row[2])) for row in rows if len(row) == 3)
         # One that is slow no more has no words.
-        if found and first:
-            warnings.warn("; ".join(map(str, found)), stacklevel=5)
-        return found
+        slow = tuple(Straggler(row[0], row[1], float(row[2])) for row in rows if len(row) == 3)
+        if slow and first:
+            warnings.warn("; ".join(map(str, slow)), stacklevel=5)
+        return slow
 
     def _suspects(self, infinite: bool) -> str:
         """The microbatches of this rank that may be the cause: not finite, or the largest."""

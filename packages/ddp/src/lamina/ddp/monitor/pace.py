@@ -90,10 +90,11 @@ class Pace:
         if self._timed is not None:
             # A step late, as reading the records would make the host wait for a GPU.
             ledger, whole = self._timed
-            waited = sum(one.exposed for one in ledger.records)
+            waited = sum(record.exposed for record in ledger.records)
             self._seconds = max(0.0, whole - waited)
             self._timed = None
-            waits = self._waits(waited, sum(one.exposed for one in ledger.records if one.between))
+            between = sum(record.exposed for record in ledger.records if record.between)
+            waits = self._waits(waited, between)
         slow = self._streak * _TIMED >= self.steps and not self._told
         self._told |= slow
         return [self._seconds or 0.0, float(self._seconds is not None), float(slow), *waits]

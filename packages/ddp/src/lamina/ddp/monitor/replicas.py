@@ -163,6 +163,7 @@ class ReplicaMonitor:
         """
         if not any(words):
             return
+        # Something differs somewhere, so every rank looks at all that it holds.
         votes = [vote for family in self._plan() for vote in family.votes(device)]
         undecided = torch.tensor(sum(vote.good is None for vote in votes), device=device)
         for axis in axes:
@@ -190,22 +191,22 @@ class ReplicaMonitor:
         The pieces of tied parameters come at other places on the last stage than on the first. So
         each set of axes has shares of its own.
         """
-        found: dict[Axes, list[_Piece]] = defaultdict(list)
+        pieces: dict[Axes, list[_Piece]] = defaultdict(list)
         for group in self._groups:
             for index, ref in enumerate(group.refs):
                 beyond = self._beyond(group, index)
                 for buffer, piece in _weights_of(group, index):
                     if (axes := _uncut(group, buffer) + beyond) and piece.numel:
-                        found[axes].append(piece)
+                        pieces[axes].append(piece)
                 axes = _uncut(group, group.main_weights) + beyond
                 if self._optimizer is not None and axes:
                     main = group.main_parameters[index]
-                    found[axes] += _state_of(self._optimizer, main, ref.name)
+                    pieces[axes] += _state_of(self._optimizer, main, ref.name)
         dense = next((g.axes for g in self._groups if not g.refs[0].role.expert), None)
         if dense is not None and (axes := _sized(dense.outer, dense.inner)):
-            found[axes] += [piece for each in self._buffers for piece in _buffers_of(each)]
-        in_order = sorted(found, key=lambda axes: [axis.name for axis in axes])
-        return [_Family(axes, found[axes]) for axes in in_order]
+            pieces[axes] += [piece for each in self._buffers for piece in _buffers_of(each)]
+        in_order = sorted(pieces, key=lambda axes: [axis.name for axis in axes])
+        return [_Family(axes, pieces[axes]) for axes in in_order]
 
     def _beyond(self, group: ParameterGroup, index: int) -> Axes:
         """The axes besides the data-parallel ones along which ranks hold copies of a parameter."""
@@ -284,35 +285,35 @@ class _Family:
         groups = [axis.sibling("reduce") for axis in self.axes]
         facts = [(piece.name, str(piece.numel)) for piece in self.pieces]
         CommonFacts("ReplicaMonitor", groups).require(facts)
-        found = [piece.digest(0, piece.numel) for piece in self.pieces]
-        known = [at for at, digest in enumerate(found) if digest is not None]
+        own = [piece.digest(0, piece.numel) for piece in self.pieces]
+        known = [at for at, digest in enumerate(own) if digest is not None]
         if not known:
             return
-        digests = torch.stack([each.to(device) for each in found if each is not None])
+        digests = torch.stack([each.to(device) for each in own if each is not None])
         for axis in self.axes:
             digests = start_all_gather(digests, axis.sibling("reduce"), async_op=False).wait()
         columns = digests.view(self.copies, -1).t().tolist()
-        for at, held in zip(known, columns, strict=True):
-            if len(set(held)) > 1:
-                yield _Vote(self, self.pieces[at], held)
+        for at, copies in zip(known, columns, strict=True):
+            if len(set(copies)) > 1:
+                yield _Vote(self, self.pieces[at], copies)
 
 
 class _Vote:
-    """Copies of one piece, of which not all are equal; `held` are their digests.
+    """Copies of one piece, of which not all are equal; `digests` are theirs.
 
     `good` is the index of a copy that the majority holds, None without a majority. `wrong` is what
     is wrong with this rank's copy, and empty if nothing is.
     """
 
-    def __init__(self, family: _Family, piece: _Piece, held: Sequence[int]) -> None:
-        value, count = Counter(held).most_common(1)[0]
-        self.good = held.index(value) if 2 * count > len(held) else None
+    def __init__(self, family: _Family, piece: _Piece, digests: Sequence[int]) -> None:
+        value, count = Counter(digests).most_common(1)[0]
+        self.good = digests.index(value) if 2 * count > len(digests) else None
         self._family, self._piece = family, piece
         self.wrong = ""
         if self.good is None:
-            self.wrong = f"{piece.name} (no majority among {len(held)} copies)"
-        elif held[family.index] != value:
-            self.wrong = f"{piece.name} (unlike {count} of {len(held)} copies)"
+            self.wrong = f"{piece.name} (no majority among {len(digests)} copies)"
+        elif digests[family.index] != value:
+            self.wrong = f"{piece.name} (unlike {count} of {len(digests)} copies)"
 
     @torch.no_grad()
     def heal(self) -> None:
@@ -342,9 +343,8 @@ def _weights_of(group: ParameterGroup, index: int) -> Iterator[tuple[FlatBuffer,
 
     yield local, _Piece(f"weights of {name}", span(local), local.dtype.itemsize, settled)
     if not shares_storage(main.data, local.data):
-        held = main.dtype.itemsize
-        what = f"main weights of {name}"
-        yield main, _Piece(what, span(main), held, lambda: main.span_view(index))
+        what, itemsize = f"main weights of {name}", main.dtype.itemsize
+        yield main, _Piece(what, span(main), itemsize, lambda: main.span_view(index))
 
 
 def _state_of(optimizer: Optimizer, main: nn.Parameter, name: str) -> Iterator[_Piece]:
@@ -360,10 +360,10 @@ def _state_of(optimizer: Optimizer, main: nn.Parameter, name: str) -> Iterator[_
         return local_of(value) if isinstance(value, torch.Tensor) else None
 
     for path in _paths(optimizer.state.get(main, {})):
-        held = tensor(path)
-        if held is not None and held.numel():
+        value = tensor(path)
+        if value is not None and value.numel():
             what = f"{'.'.join(map(str, path))} of {name}"
-            yield _Piece(what, held.numel(), held.itemsize, functools.partial(tensor, path))
+            yield _Piece(what, value.numel(), value.itemsize, functools.partial(tensor, path))
 
 
 def _paths(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -383,9 +383,9 @@ def _buffers_of(module: nn.Module) -> Iterator[_Piece]:
         return local_of(module.get_buffer(name))
 
     for name, _ in module.named_buffers():
-        if (held := buffer(name)).numel():
+        if (values := buffer(name)).numel():
             fetch = functools.partial(buffer, name)
-            yield _Piece(f"buffer {name}", held.numel(), held.itemsize, fetch)
+            yield _Piece(f"buffer {name}", values.numel(), values.itemsize, fetch)
 
 
 def _uncut(group: ParameterGroup, buffer: FlatBuffer) -> Axes:

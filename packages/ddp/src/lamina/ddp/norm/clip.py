@@ -152,8 +152,8 @@ class _SameStep:
         device: torch.device,
     ) -> Self | None:
         """What is compared for some modules; None on one rank, and for parameters alone."""
-        wrapped = (one for one in items if isinstance(one, HasGroups))
-        groups = [group for one in wrapped for group in one.parameter_groups()]
+        wrapped = (item for item in items if isinstance(item, HasGroups))
+        groups = [group for item in wrapped for group in item.parameter_groups()]
         dense = next((g.axes for g in groups if not g.refs[0].role.expert), None)
         if dense is None:
             return None
@@ -217,7 +217,7 @@ def _world_size() -> int:
 
 def _names(shares: Sequence[Share], infinite: bool) -> list[str]:
     """Parameters whose gradients are not finite on this rank, or else the one with the largest."""
-    named = [one for share in shares for one in share.named]
+    named = [pair for share in shares for pair in share.named]
     if infinite:
         return [name for name, gradient in named if not bool(torch.isfinite(gradient).all())]
     sizes = {name: float(part.double().norm()) for name, part in named if part.numel()}

@@ -56,17 +56,17 @@ def shares_of(
     """
     given = list(items)
     shares = _Shares(norm, mesh, [role_of(p) for item in given for p in _parameters_of(item)])
-    found: list[Share | None] = []
+    made: list[Share | None] = []
     for index, item in enumerate(given):
         groups = list(item.parameter_groups()) if isinstance(item, HasGroups) else []
         if groups:
-            found += [shares.of_group(group) for group in groups]
+            made += [shares.of_group(group) for group in groups]
         elif isinstance(item, nn.Module):  # plain, or wrapped over another engine
-            found += [shares.of_parameter(name, p) for name, p in item.named_parameters()]
+            made += [shares.of_parameter(name, p) for name, p in item.named_parameters()]
         else:
             name = f"parameter {index} of shape {tuple(item.shape)}"
-            found.append(shares.of_parameter(name, item))
-    return [share for share in found if share is not None]
+            made.append(shares.of_parameter(name, item))
+    return [share for share in made if share is not None]
 
 
 class _Shares:

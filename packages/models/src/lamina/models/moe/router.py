@@ -96,7 +96,7 @@ class TopKRouter(nn.Module):
         self.totals = RoutingTotals()
         self.finished: RoutingTotals | None = None
         self.loads_of_step: Tensor | None = None
-        self.step_watched = False
+        self._step_watched = False
         self.weight_version = 0
         self.reset_parameters()
 
@@ -282,19 +282,23 @@ class TopKRouter(nn.Module):
         fixed = capacity if moe.pad_to_capacity and self.training else None
         return Routing(experts, weights, counts, holes, fixed)
 
+    def leave_steps(self) -> None:
+        """Somebody else looks for steps that come without `finalize_grads`, or has said so."""
+        self._step_watched = True
+
     def _notice_step(self, told: set[str]) -> None:
         """Warn once if the weight was updated after tokens were counted in a step that goes on.
 
         This is for optimizers that know nothing of wrappers. Other optimizers ask `needs_finalize`
-        as they step, and set `step_watched`.
+        as they step, and call `leave_steps`.
         """
         weight = main_of(self.weight)
         if weight.is_inference():
             return
         written, self.weight_version = weight._version != self.weight_version, weight._version
-        if not written or self.step_watched or not self.needs_finalize:
+        if not written or self._step_watched or not self.needs_finalize:
             return
-        self.step_watched = True
+        self.leave_steps()
         if "unfinished" not in told:
             told.add("unfinished")
             warnings.warn(

@@ -206,9 +206,9 @@ def test_hyperparameters_are_described_again_only_when_they_have_changed(ranks, 
     described = []
     module = model()
     wrapped, optimizer = ddp(module, ParallelLayout().build(), SGD(module.parameters(), 0.1))
-    facts = sys.modules["lamina.ddp.parameters.facts"]
-    original = facts.optimizer_facts
-    monkeypatch.setattr(facts, "optimizer_facts", lambda *a: described.append(1) or original(*a))
+    group = sys.modules["lamina.ddp.group.group"]
+    original = group.optimizer_facts
+    monkeypatch.setattr(group, "optimizer_facts", lambda *a: described.append(1) or original(*a))
     for rate in (0.1, 0.1, 0.1, 0.05):
         optimizer.param_groups[0]["lr"] = rate
         wrapped(torch.ones(2, 4)).sum().backward()

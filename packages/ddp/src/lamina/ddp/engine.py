@@ -22,7 +22,7 @@ from lamina.ddp.execution.module_buffers import BufferPolicy, ModuleBuffers
 from lamina.ddp.execution.unit import UnavailableError, Unit
 from lamina.ddp.finalize.finalize import finalize_plain_gradients
 from lamina.ddp.gradients.group_gradients import RankSum
-from lamina.ddp.gradients.reduction import Reduction, resolve_reduction
+from lamina.ddp.gradients.reduction import GradientReduction, resolve_reduction
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import GroupSettings, ParameterGroup, plan_layout
 from lamina.ddp.group.weights import COMING, LIVE, Weights, WeightsState, WholeWeights
@@ -63,6 +63,7 @@ __all__ = [
     "DataParallelAxes",
     "Engine",
     "GradientReducer",
+    "GradientReduction",
     "GradientState",
     "GroupDtypes",
     "GroupSettings",
@@ -78,7 +79,6 @@ __all__ = [
     "ParameterRef",
     "Prefetcher",
     "RankSum",
-    "Reduction",
     "ScratchBuffers",
     "UnavailableError",
     "Unit",

@@ -46,8 +46,8 @@ from lamina.mesh.engine import MeshAxis
 
 __all__ = [
     "ORDERED",
+    "GradientReduction",
     "PartialSums",
-    "Reduction",
     "ReproducibleSum",
     "TwoAxisSum",
     "resolve_reduction",
@@ -265,7 +265,7 @@ class ReproducibleSum(RankSum):
 
 
 @dataclass(frozen=True)
-class Reduction:
+class GradientReduction:
     """One way to sum gradients over ranks.
 
     `make` makes the sum of one group, at a cadence of its own or, with None, of the strategy. A
@@ -321,18 +321,18 @@ def _checksums() -> Codec:
     return lambda input, own: Checksums(input.dtype)
 
 
-ORDERED = Reduction("ordered", _over_axes("ordered"))
+ORDERED = GradientReduction("ordered", _over_axes("ordered"))
 """Sums in fp32 in one fixed order over ranks (law 2)."""
 
 _REDUCTIONS = {
     "ordered": ORDERED,
-    "native": Reduction("native", _over_axes("native")),
-    "int8": Reduction("int8", _over_axes("ordered", _int8), keeps_losses=True),
-    "checked": Reduction("checked", _over_axes("ordered", _checksums)),
+    "native": GradientReduction("native", _over_axes("native")),
+    "int8": GradientReduction("int8", _over_axes("ordered", _int8), keeps_losses=True),
+    "checked": GradientReduction("checked", _over_axes("ordered", _checksums)),
 }
-_NATIVE_AVERAGE = Reduction("native", _over_axes("native", averages=True))
+_NATIVE_AVERAGE = GradientReduction("native", _over_axes("native", averages=True))
 """The backend divides by the number of ranks: sums in fp16 do not overflow."""
-_REPRODUCIBLE = Reduction("reproducible", ReproducibleSum, Cadence.EVERY_MICROBATCH)
+_REPRODUCIBLE = GradientReduction("reproducible", ReproducibleSum, Cadence.EVERY_MICROBATCH)
 _NOT_REPRODUCIBLE = {
     "int8": "reduction='int8' adds to each gradient what this rank's earlier ones have lost on the "
     "wire, so other ranks would send other numbers, and reproducible=True gives the same bits for "
@@ -351,7 +351,7 @@ def resolve_reduction(
     *,
     per_token: bool = False,
     message_bytes: int = MESSAGE_BYTES,
-) -> Reduction:
+) -> GradientReduction:
     """The reduction that settings ask for.
 
     Args:

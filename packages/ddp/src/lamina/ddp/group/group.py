@@ -15,7 +15,7 @@ from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate
 from lamina.buffers.engine import Placement, ScratchBuffers
 from lamina.collectives.engine import Agreement, broadcast, describe, open_window
 from lamina.ddp.gradients.group_gradients import GroupGradients
-from lamina.ddp.gradients.reduction import ORDERED, Reduction
+from lamina.ddp.gradients.reduction import ORDERED, GradientReduction
 from lamina.ddp.group.shown import MainParameters, ShownGradients
 from lamina.ddp.group.weights import IN_USE, Weights, WholeWeights, Writes
 from lamina.ddp.parameters.axes import DataParallelAxes
@@ -74,7 +74,7 @@ class GroupSettings:
     scale: float | None = None
     broadcast: bool = True
     shard_multiple: int = 1
-    reduction: Reduction = ORDERED
+    reduction: GradientReduction = ORDERED
     device: torch.device | None = None
     kept_on: torch.device | None = None
     pinned: bool = False

@@ -21,7 +21,7 @@ from lamina.collectives.engine import MESSAGE_BYTES
 from lamina.ddp import Strategy
 from lamina.ddp.engine import (
     BufferPolicy,
-    Reduction,
+    GradientReduction,
     resolve_reduction,
     resolve_strategy,
 )
@@ -294,7 +294,7 @@ class ShardingSettings:
         return policy_from(given, "mixed_precision_policy") or MixedPrecisionPolicy()
 
     @cached_property
-    def rank_sum(self) -> Reduction:
+    def rank_sum(self) -> GradientReduction:
         """How gradients are summed over ranks."""
         return resolve_reduction(
             self.reduction,

@@ -19,9 +19,9 @@ from lamina.collectives import Handle, all_gather_into
 from lamina.collectives.engine import host_device
 from lamina.ddp.engine import (
     DataParallelAxes,
+    GradientReduction,
     GradientState,
     RankSum,
-    Reduction,
     UnavailableError,
 )
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
@@ -196,6 +196,6 @@ class _Beside:
             self._handle.wait()
 
 
-def offloaded(reduction: Reduction, device: torch.device) -> Reduction:
+def offloaded(reduction: GradientReduction, device: torch.device) -> GradientReduction:
     """The same reduction for main grads on the host."""
     return replace(reduction, make=partial(OffloadedSum, reduction.make, device))

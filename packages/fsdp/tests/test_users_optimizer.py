@@ -276,3 +276,34 @@ def test_state_that_was_never_stepped_leaves_a_first_step_as_it_is(name, ranks):
         ends.append(full_parameters(model))
     for parameter, value in ends[0].items():
         torch.testing.assert_close(ends[1][parameter], value, rtol=0, atol=1e-6, msg=parameter)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "AdamW"])
+def test_state_is_loaded_in_place_before_the_first_step(name, ranks):
+    """As the bridges do: torch's `load` fills what the new optimizer's `state_dict()` has."""
+    settings = {} if name == "AdamW" else {"momentum": 0.9}
+    both = []
+    for _ in range(2):
+        model = build()
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **settings)
+        both.append(fully_shard(model, optimizer, zero_dp_strategy=3))
+    (model, optimizer), (other, again) = both
+    for step in range(2):
+        loss_of(model, step, ranks.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = model.state_dict(), optimizer.state_dict()
+    state = again.state_dict()
+    assert saved[1]["state"].keys() == state["state"].keys()
+    for index, kept in saved[1]["state"].items():
+        assert state["state"][index].keys() == kept.keys()
+        for key, value in kept.items():
+            state["state"][index][key].copy_(value)
+    other.load_state_dict(saved[0])
+    again.load_state_dict(state)
+    for each, stepped in both:
+        loss_of(each, 5, ranks.rank).backward()
+        stepped.step()
+    for parameter, value in full_parameters(model).items():
+        torch.testing.assert_close(full_parameters(other)[parameter], value, msg=parameter)

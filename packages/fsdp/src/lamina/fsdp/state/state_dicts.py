@@ -166,6 +166,8 @@ def _unstepped(
     other = type(optimizer)([{**settings, "params": [tiny]}], **_constructor(optimizer))
     with contextlib.suppress(_Begun), _FirstWrite():  # type: ignore[no-untyped-call]
         other.step()
+    if not other.state[tiny]:  # SGD makes its momentum as it ends; of zero gradients it is zeros
+        other.step()
     made: dict[str, Any] = {}
     for name, value in other.state[tiny].items():
         # What has the parameter's shape is equal everywhere, as a zero gradient leaves it.

@@ -555,13 +555,13 @@ def record(name: str, without: Site | None = None, device: str = "cpu") -> Recor
     return recording
 
 
-def races_without(name: str, site: Site) -> list[str]:
+def races_without(name: str, site: Site, device: str = "cpu") -> list[str]:
     """Return the races of a scenario from which a wait was deleted.
 
     What was overwritten too early may also be noticed by the engine itself, which then raises.
     """
     ranks = WORLDS.get(name, RANKS)
-    with recorded_order(ranks, site, SEATS.get(name, 0)) as recording:
+    with recorded_order(ranks, site, SEATS.get(name, 0), device) as recording:
         try:
             SCENARIOS[name](recording)
         except Exception as error:
@@ -569,12 +569,14 @@ def races_without(name: str, site: Site) -> list[str]:
     return recording.races
 
 
-def measure(names: Iterable[str]) -> tuple[list[list[str]], dict[Site, list[str]]]:
+def measure(
+    names: Iterable[str], device: str = "cpu"
+) -> tuple[list[list[str]], dict[Site, list[str]]]:
     """Record scenarios, then delete each of their waits; return rows, and who caught each wait."""
     rows, caught = [], {}
     for name in names:
-        whole = record(name)
-        found = {site: bool(races_without(name, site)) for site in sorted(whole.waits)}
+        whole = record(name, device=device)
+        found = {site: bool(races_without(name, site, device)) for site in sorted(whole.waits)}
         for site, seen in found.items():
             caught.setdefault(site, []).extend([name] if seen else [])
         numbers = [whole.history.nodes, len(whole.races), sum(whole.waits.values())]
@@ -632,10 +634,13 @@ def page(rows: list[list[str]], caught: dict[Site, list[str]]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print the table; return 1 for a race, or for a line whose deletion nobody sees."""
-    keep = "--keep" in sys.argv[1:]
-    words = [word for word in sys.argv[1:] if word != "--keep"]
-    rows, caught = measure(words or SCENARIOS)
+    """Print the table; return 1 for a race, or for a line whose deletion nobody sees.
+
+    With `--cuda` the streams are those of a GPU, or of the virtual one.
+    """
+    keep, device = "--keep" in sys.argv[1:], "cuda" if "--cuda" in sys.argv[1:] else "cpu"
+    words = [word for word in sys.argv[1:] if word not in ("--keep", "--cuda")]
+    rows, caught = measure(words or SCENARIOS, device)
     unseen = [site for site, names in caught.items() if not names]
     if keep:
         (ROOT / "docs/records/order.md").write_text("\n".join(page(rows, caught)) + "\n")

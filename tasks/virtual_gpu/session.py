@@ -15,6 +15,7 @@ from tasks.environment import CHILD_ENV
 OUT_OF_REACH = 69
 SOURCES = ROOT / "testing" / "virtual_gpu" / "src"
 TESTS = ("testing/virtual_gpu/tests", "tests/virtual_gpu")
+WHAT = ("all", "budgets", "order", "python", "test")
 # What the tests and the layers need beside torch.
 NEEDS = ("pytest", "hypothesis", "einops", "safetensors")
 
@@ -50,9 +51,15 @@ def virtual_gpu(session: nox.Session) -> None:
     torch = words.pop(words.index("--torch") + 1) if "--torch" in words else "2.14"
     words = [word for word in words if word != "--torch"]
     python = set_up(session, torch)
-    what = words.pop(0) if words[:1] in (["budgets"], ["all"], ["python"], ["test"]) else "test"
+    what = (
+        words.pop(0)
+        if words[:1] in (["budgets"], ["all"], ["order"], ["python"], ["test"])
+        else "test"
+    )
     if what == "python":  # for one's own program
         command = [str(python), *words]
+    elif what == "order":
+        command = [str(python), "tests/order_scenarios.py", "--cuda", *words]
     elif what in ("budgets", "all"):
         module = {"budgets": "budgets", "all": "everything"}[what]
         command = [str(python), "-m", f"tasks.virtual_gpu.{module}", *words]

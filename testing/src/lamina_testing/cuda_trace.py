@@ -113,8 +113,9 @@ class CudaTrace:
     def _wait(self, stream: str, event: Event | None) -> None:
         recording = self._recording
         site = recording._asked_by[0] if recording._asked_by else caller()
-        if recording.on_gpu and not recording._asked_by:  # stand-ins have counted it themselves
-            recording.keeps(site)
+        counted = recording._asked_by or not recording.on_gpu  # stand-ins count it themselves
+        if not counted and not recording.keeps(site):
+            return  # a GPU has waited all the same; in the record it orders nothing
         recording.wait(stream, event, site)
 
 

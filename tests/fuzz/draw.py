@@ -79,7 +79,10 @@ def _further(rng: random.Random, case: Case) -> Case:
         case = case.changed(wrappers=wrappers)
     if rng.random() < 0.1 and all(wrapper.kind == "fully_shard" for wrapper in case.wrappers):
         case = case.changed(meta=True, differs=False)
-    if rng.random() < 0.4:
+    # torch's set_state_dict(full_state_dict=True) fails over an optimizer that keeps no tensors, in
+    # one process of plain PyTorch too ("Expected device to be set").
+    keeps_nothing = case.optimizer == SMOOTH[0]
+    if rng.random() < 0.4 and not keeps_nothing:
         steps = tuple(
             (before, tuple("set state" if name == "reload" else name for name in after))
             for before, after in case.steps

@@ -145,7 +145,8 @@ def test_lora_shards_adapters_and_sends_nothing_of_the_frozen_weights(name, rank
             model(**batch_of(name, ranks.rank, step)).loss.backward()
         assert ledger.bytes(axis="dp:gather") == sent
         assert ledger.bytes(op="reduce_scatter_fp32") == sent
-        assert ledger.bytes() - 2 * sent <= 8 * sum(len(group.refs) for group in adapters) + 32
+        # Beside them one message: a number for each trained parameter, and six that ranks compare.
+        assert ledger.bytes() - 2 * sent <= 8 * (sum(len(group.refs) for group in adapters) + 6)
         optimizer.step()
         optimizer.zero_grad()
     plain = adapted()

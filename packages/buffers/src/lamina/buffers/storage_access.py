@@ -72,7 +72,9 @@ def _find_flags() -> int | None:
     The first says that there is anything to check at all, the second refuses writes, and the third
     refuses reads as well. None where they are not found.
     """
-    probe, tried = torch.ones(2, device="cpu"), torch.ones(2, device="cpu")
+    # Neither makes an operator: a mode that is on (a recorder's, that of fake tensors) must not see
+    # or replace them, since the answer is kept for all of the process.
+    probe, tried = (torch.frombuffer(bytearray(8), dtype=torch.uint8) for _ in range(2))
     before = ctypes.string_at(probe.untyped_storage()._cdata, 96)
     refuse_writes(probe)  # sets the first two
     after = ctypes.string_at(probe.untyped_storage()._cdata, 96)
@@ -83,7 +85,7 @@ def _find_flags() -> int | None:
     place = tried.untyped_storage()._cdata + flags
     ctypes.memset(place, 1, 3)
     try:
-        tried.sum()
+        tried.data_ptr()
     except RuntimeError:
         return flags
     finally:

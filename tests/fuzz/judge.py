@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 import types
 from dataclasses import dataclass
@@ -123,18 +124,19 @@ def compiles_wrong(case: Case, program: types.ModuleType, expected: list[Records
 def refused_by_torch(case: Case, program: types.ModuleType, said: str) -> Verdict | None:
     """Whether one process of plain PyTorch refuses the program too.
 
-    Where weights are computed with in bf16, its own may be. It has to say the same then: batch
-    norm on CPUs takes no weights in bf16 beside statistics in fp32, under any policy.
+    Where a policy says what is computed in, its weights have that dtype. It has to say the same
+    then: batch norm on CPUs takes no weights in bf16 beside statistics in fp32, and a part that
+    computes in fp64 takes none in fp32, under any policy.
     """
-    for weights in (torch.float32, torch.bfloat16):
+    policies = " ".join(str(wrapper.settings) for wrapper in case.wrappers)
+    named = sorted(set(re.findall(r"param_dtype=torch\.(\w+)", policies)))
+    for weights in (None, *(getattr(torch, name) for name in named)):
         try:
             in_one_process(program.program, case.ranks, program.SUMS, weights=weights)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            if weights == torch.float32 or text.splitlines()[0] in said:
+            if weights is None or text.splitlines()[0] in said:
                 return Verdict("invalid", text[:300])
-        if not any("param_dtype=torch.bfloat16" in str(w.settings) for w in case.wrappers):
-            break
     return None
 
 

@@ -172,7 +172,7 @@ class Replica(Place):
         self._sums = sums
         self.how: dict[str, Any] = {}
         self.compiles = False
-        self.weights = torch.float32
+        self.weights: torch.dtype | None = None
         self.model: Any = None
         self.forward_of: Any = None
         self.asked = ""
@@ -226,9 +226,9 @@ class Replica(Place):
     def wrap(self, build: Any, make: Any, wrapper: Any) -> Any:
         self.how = self._sums[wrapper.__name__]
         self.model = model = build(0)
-        for p in model.parameters() if self.weights != torch.float32 else ():
+        for p in model.parameters() if self.weights else ():
             p.data = p.data.to(self.weights) if p.is_floating_point() else p.data
-        if self.weights != torch.float32:
+        if self.weights:
             model.register_forward_pre_hook(lambda _, args: (args[0].to(self.weights), *args[1:]))
         if self.how.get("buffers") and list(model.buffers()):
             model.register_forward_pre_hook(before_forward)
@@ -266,19 +266,25 @@ class Replica(Place):
         self.record("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), norm))
 
     def save(self, model: Any, optimizer: Any) -> None:
-        self._saved = self.state_of(model, optimizer)
-
-    def load(self, model: Any, optimizer: Any) -> None:
-        self.set_state(model, optimizer, *self._saved)
-
-    def state_of(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         self.forward_of = model
         self.ask("buffers")
-        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        self._saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    def load(self, model: Any, optimizer: Any) -> None:
+        model.load_state_dict(self._saved[0])
+        optimizer.load_state_dict(self._saved[1])
+
+    def state_of(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        self.forward_of = model
+        self.ask("buffers")
+        return copy.deepcopy(get_state_dict(model, optimizer))
 
     def set_state(self, model: Any, optimizer: Any, weights: Any, state: Any) -> None:
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
 TURN: list[Replica] = []
@@ -299,7 +305,7 @@ def in_one_process(
     world: int,
     sums: dict[str, Any],
     compiles: bool = False,
-    weights: torch.dtype = torch.float32,
+    weights: torch.dtype | None = None,
 ) -> tuple[list[Records], bool]:
     """Each rank's records, and whether law 2 promises their bits; `weights` is their dtype."""
     replicas = [Replica(rank, world, sums) for rank in range(world)]

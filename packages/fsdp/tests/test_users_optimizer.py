@@ -307,3 +307,35 @@ def test_state_is_loaded_in_place_before_the_first_step(name, ranks):
         stepped.step()
     for parameter, value in full_parameters(model).items():
         torch.testing.assert_close(full_parameters(other)[parameter], value, msg=parameter)
+
+
+class Chosen(nn.Module):
+    """Two weights, of which a forward uses those that it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((4, 4), 0.1 * n) for n in (1, 2))
+
+    def forward(self, x, chosen):
+        return sum((x @ self.weights[number]).square().sum() for number in chosen)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("strategy", [0, 3])
+@pytest.mark.parametrize("name", ["ASGD", "NAdam", "AdamW"])
+def test_parameters_that_began_at_different_rates_keep_their_own(name, strategy, ranks):
+    """Neighbours that were each stepped once, one before and one after the rate was halved."""
+    ends = []
+    for wrap in (False, True):
+        model = Chosen()
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+        if wrap:
+            model, optimizer = fully_shard(model, optimizer, zero_dp_strategy=strategy)
+        for chosen in ([0], [1], [0, 1]):
+            model(torch.ones(2, 4), chosen).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] *= 0.5
+        ends.append(full_parameters(model) if wrap else dict(model.named_parameters()))
+    for parameter, value in ends[0].items():
+        torch.testing.assert_close(ends[1][parameter], value.detach(), msg=parameter)

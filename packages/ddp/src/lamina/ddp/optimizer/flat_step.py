@@ -459,12 +459,15 @@ def unshare_counts(optimizer: Optimizer) -> None:
 
 
 def _same_history(group: ParameterGroup, first: int, second: int, optimizer: Optimizer) -> bool:
-    """Whether two parameters were stepped equally often (their bias corrections agree)."""
+    """Whether two parameters' counters agree: their bias corrections, and ASGD's rates.
+
+    Of two that were stepped equally often, one may have been stepped before a rate was changed.
+    """
     one, other = (optimizer.state.get(group.main_parameters[i], _NO_STATE) for i in (first, second))
     if one.keys() != other.keys():
         return False
-    steps = one.get("step"), other.get("step")
-    return steps[0] is steps[1] or bool(steps[0] == steps[1])
+    pairs = ((one[name], other[name]) for name in COUNTERS & one.keys())
+    return all(left is right or bool(left == right) for left, right in pairs)
 
 
 # -- kernels that step a run at once. Each is a function of an optimizer, the settings of one of its

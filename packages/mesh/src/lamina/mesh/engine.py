@@ -2,12 +2,12 @@
 
 from lamina.mesh.arguments import check_arguments, check_fields, setting, translates
 from lamina.mesh.axis import MeshAxis, axis_if_there, mesh_axis, named_mesh
-from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_AXES
 from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError
 from lamina.mesh.host_watch import host_words
 from lamina.mesh.hosts import host_groups, host_runs, ranks_per_host, split_over_hosts
 from lamina.mesh.machine import Machine
 from lamina.mesh.own_waits import Activity, Wait
+from lamina.mesh.parallel_mesh import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_AXES
 from lamina.mesh.process_groups import (
     GroupRef,
     ends_before_groups,

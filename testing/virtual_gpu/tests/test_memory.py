@@ -69,7 +69,8 @@ def test_expandable_segments_grow_where_blocks_would_not_fit(program):
         print(json.dumps([stats["num_alloc_retries"], calls.get("cudaMalloc", 0), mapped]))
     """
     expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert program(text, **expandable)[1:] == [0, True]
+    # One retry: 32 GiB are in use, 40 lie in the holes, and 16 more do not fit beside them.
+    assert program(text, **expandable) == [1, 0, True]
 
 
 def test_another_process_sees_the_same_memory(program):

@@ -3,6 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -174,6 +180,57 @@ def test_muon_given_to_fully_shard_has_its_matrices_kept_whole(strategy, ranks):
     assert all(role_of(p).block_rows is None for p in model.parameters())
     train_with(model, [optimizer, fully_shard_optimizer(rest, model)], ranks)
     assert_near(model, one_process(muon, others, model=matrices()))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_muon_beside_integers_that_are_frozen(strategy, ranks):
+    model = matrices()
+    model.order = nn.Parameter(torch.arange(64).view(8, 8), requires_grad=False)
+    model, optimizer = fully_shard(model, muon(model), **cutting(strategy))
+    train_with(model, [optimizer], ranks)
+    reference = one_process(muon, model=matrices())
+    assert torch.equal(full_parameters(model).pop("order"), torch.arange(64).view(8, 8))
+    for name, value in reference.named_parameters():
+        torch.testing.assert_close(full_parameters(model)[name], value.detach(), atol=1e-5, rtol=0)
+
+
+def adafactor(model):
+    # torch's own fails over empty tensors.
+    return torch.optim.Adafactor([p for p in model.parameters() if p.numel()], lr=0.02)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [muon, adafactor])
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_state_that_one_rank_keeps_is_in_every_ranks_whole_state(make, strategy, ranks):
+    """Each rank steps other tensors. Saved whole, loaded into another strategy, and saved again."""
+    whole, saved = StateDictOptions(full_state_dict=True), None
+    plain = matrices()
+    reference = make(plain)
+    # torch's own function loads no state of another shape than the parameter's where there is none.
+    for step, how in enumerate([strategy, 3, 1] if make is muon else [strategy]):
+        model = matrices()
+        model, optimizer = fully_shard(model, make(model), **cutting(how))
+        if saved is not None:
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=saved[0],
+                optim_state_dict=saved[1],
+                options=whole,
+            )
+        loss_of(model, ranks.rank, step).backward()
+        optimizer.step()
+        saved = get_state_dict(model, optimizer, options=whole)
+        plain.zero_grad()
+        sum(loss_of(plain, rank, step) / 2 for rank in range(2)).backward()
+        reference.step()
+        wanted = get_optimizer_state_dict(plain, reference)["state"]
+        assert saved[1]["state"].keys() == wanted.keys()
+        for name, values in wanted.items():
+            torch.testing.assert_close(saved[1]["state"][name], values, rtol=1e-4, atol=1e-6)
+    assert_near(model, plain)
 
 
 @pytest.mark.ranks(2)

@@ -108,7 +108,9 @@ class WholeStep(BorrowedGroups):
             if isinstance(main, ShardedTensor):
                 local = main.to_local()
                 if local.numel() == main.numel():
-                    self._plain[id(main)] = nn.Parameter(local.view(main.shape))
+                    # Frozen ones may hold integers, which torch lets no parameter train.
+                    trains = main.requires_grad
+                    self._plain[id(main)] = nn.Parameter(local.view(main.shape), trains)
                 elif local.numel() == 0:
                     self._plain[id(main)] = None
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,7 +98,7 @@ def prepare_optimizer_state(
 
     def after(owner: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if whole or _asked_for_whole():
-            return {**state, "state": _whole_tree(state["state"])}
+            return {**state, "state": _whole_state(owner, state["state"])}
         if type(owner) not in _REGULAR:
             _warn_of_missing(owner, state["state"])
             return state
@@ -134,6 +135,57 @@ def _warn_of_missing(optimizer: Optimizer, state: dict[Any, Any]) -> None:
             "weight decay",
             stacklevel=4,
         )
+
+
+def _whole_state(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
+    """Whole copies of the state of all parameters, on every rank (collective).
+
+    Note [State that a single rank keeps]
+        An optimizer that looks at whole tensors steps each of them on the rank that has it whole,
+        and keeps state there alone. Its state need not have the parameter's shape, so it is not cut
+        like the parameter either. So the rank that steps a tensor sends its state to the others.
+        After a load all ranks have state of such a tensor, and that rank's is the one in use.
+    """
+    result = dict(state)
+    for index, parameter in enumerate(_parameters(optimizer)):
+        if type(optimizer) not in ELEMENTWISE and isinstance(parameter, ShardedTensor):
+            holds = [stop - start == parameter.numel() > 0 for start, stop in parameter.extents()]
+            if parameter.spec.is_cut and any(holds):
+                result[index] = _sent_by(holds.index(True), parameter, result.pop(index, {}))
+    return _whole_tree({index: values for index, values in result.items() if values})
+
+
+def _sent_by(source: int, parameter: ShardedTensor, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter that one rank alone steps, from that rank (collective)."""
+    communicator = parameter.spec.reach("the state of an optimizer")
+    sends = parameter.to_local().numel() == parameter.numel()
+
+    def receive(flat: torch.Tensor | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if flat is None:
+            flat = torch.empty(0, dtype=dtype)
+        numels = [numel if rank == source else 0 for rank in range(communicator.size)]
+        return communicator.all_gather(flat.to(parameter.device).reshape(-1), numels)
+
+    # First what there is: numbers as they are, and of tensors what makes an empty one alike.
+    values, facts = {}, {}
+    for name, value in state.items() if sends else ():
+        if isinstance(value, ShardedTensor):
+            value = value.to_local().view(value.shape)
+        values[name] = value
+        is_tensor = isinstance(value, torch.Tensor)
+        facts[name] = (value.shape, value.dtype, value.device.type) if is_tensor else value
+    words = torch.tensor(list(pickle.dumps(facts)), dtype=torch.uint8)
+    here = torch.tensor([len(words)], device=parameter.device)
+    lengths = communicator.all_gather(here, [1] * communicator.size).tolist()
+    facts = pickle.loads(bytes(receive(words if sends else None, lengths[source], torch.uint8).tolist()))
+    result = {}
+    for name, fact in facts.items():
+        result[name] = fact
+        if type(fact) is tuple:
+            shape, dtype, device = fact
+            flat = receive(values.get(name), shape.numel(), dtype)
+            result[name] = flat.view(shape).to(device)
+    return result
 
 
 def _whole_tree(tree: Any) -> Any:

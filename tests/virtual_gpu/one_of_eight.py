@@ -52,14 +52,20 @@ def sharded(**settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     return fully_shard(model, optimizer, **settings)
 
 
-def ids() -> torch.Tensor:
+def ids(device: str = "cuda") -> torch.Tensor:
     """Tokens for it."""
-    return torch.zeros(1, SIZES["tiny"].tokens, dtype=torch.long, device="cuda")
+    return torch.zeros(1, SIZES["tiny"].tokens, dtype=torch.long, device=device)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, clip: Any = None) -> None:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    clip: Any = None,
+    device: str = "cuda",
+) -> None:
     """Some steps; `clip` is called between backward and the optimizer."""
-    tokens = ids()
+    tokens = ids(device)
     for _ in range(steps):
         model(tokens).float().logsumexp(-1).mean().backward()
         if clip is not None:

@@ -84,6 +84,15 @@ def test_fused_adam_is_stepped_in_blocks_too():
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("settings", [{"fused": True}, {"amsgrad": True}])
+def test_moments_in_the_dtype_of_main_weights_are_any_optimizers_own(settings):
+    found, expected = (sharded(3, dtype, **settings) for dtype in (torch.float32, None))
+    for model, optimizer in (found, expected):
+        train(model, optimizer, range(STEPS))
+    assert all(map(torch.equal, whole(found[0]), whole(expected[0])))
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_load_goes_on_with_the_same_bits(zero):

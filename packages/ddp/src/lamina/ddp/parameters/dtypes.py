@@ -58,4 +58,6 @@ def resolve_dtypes(
     weights = compute or parameter_dtype
     main_dtype = torch.promote_types(parameter_dtype, main) if main else parameter_dtype
     grads, wire = grads or main_dtype, wire or weights
-    return GroupDtypes(weights, main_dtype, grads, wire, moments, parameter_dtype)
+    # In the main weights' own dtype the optimizer keeps its moments anyway.
+    apart = None if moments == main_dtype else moments
+    return GroupDtypes(weights, main_dtype, grads, wire, apart, parameter_dtype)

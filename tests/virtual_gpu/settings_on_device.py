@@ -1,0 +1,177 @@
+"""Every setting that a wrapper has, on the virtual GPU: what a step with it does.
+
+`python settings_on_device.py SOURCE` prints what came of each setting of a source of
+`fuzz.settings`, alone over each of the source's bases, as JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from fuzz.settings import drawable
+from one_of_eight import Block, end, llama, start, train
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+
+import lamina_virtual_gpu as virtual_gpu
+from lamina.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    ShardedOptimizer,
+)
+from lamina.ddp.engine import UnavailableError
+from lamina.fsdp import (
+    MixedPrecisionPolicy,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    fully_shard,
+    shard_module,
+)
+from lamina.mesh import ParallelLayout, ParallelMesh
+
+Settings = dict[str, Any]
+Engine = tuple[nn.Module, torch.optim.Optimizer]
+REFUSALS = (ValueError, TypeError, NotImplementedError, UnavailableError)
+NAMES = {
+    "torch": torch,
+    "TorchPolicy": TorchPolicy,
+    "CPUOffloadPolicy": CPUOffloadPolicy,
+    "OffloadPolicy": OffloadPolicy,
+}
+BASES: dict[str, dict[str, Settings]] = {
+    "fully_shard": {
+        "strategy 3": {"zero_dp_strategy": 3},
+        "slots": {"zero_dp_strategy": 3, "fsdp_double_buffer": True},
+        "registered": {"zero_dp_strategy": 3, "fsdp_double_buffer": True, "nccl_ub": True},
+        "strategy 1": {"zero_dp_strategy": 1},
+    },
+    "DistributedDataParallelConfig": {
+        "whole": {},
+        "sharded": {"use_distributed_optimizer": True, "overlap_param_gather": True},
+        "copies": {"use_distributed_optimizer": True, "dp_replicate": 2},
+    },
+}
+"""What a setting is added to. One that contradicts a base, or needs more, is refused there."""
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def by_fully_shard(mesh: ParallelMesh, settings: Settings) -> Engine:
+    model = llama()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    settings = {"mixed_precision_policy": policy, **settings}
+    return fully_shard(model, adamw(model), device_mesh=mesh, **settings)
+
+
+def by_policy(mesh: ParallelMesh, settings: Settings) -> Engine:
+    policy = MixedPrecisionPolicy(**{"param_dtype": torch.bfloat16, **settings})
+    return by_fully_shard(mesh, {"mixed_precision_policy": policy})
+
+
+def by_module(mesh: ParallelMesh, settings: Settings) -> Engine:
+    model = llama()
+    for block in model.blocks:
+        shard_module(block, mesh, **settings)
+    model = shard_module(model, mesh, **settings)
+    return model, adamw(model)
+
+
+def by_ddp(mesh: ParallelMesh, settings: Settings) -> Engine:
+    config = DistributedDataParallelConfig(**settings)
+    model = DistributedDataParallel(llama(), config, mesh)
+    optimizer = adamw(model)
+    if config.use_distributed_optimizer:
+        return model, ShardedOptimizer(optimizer, model, mesh)
+    return model, optimizer
+
+
+def by_torch(mesh: ParallelMesh, settings: Settings) -> Engine:
+    config = TorchFullyShardedDataParallelConfig(**settings)
+    model = TorchFullyShardedDataParallel(llama(), config, mesh, sub_modules_to_wrap={Block})
+    return model, adamw(model)
+
+
+meshes: dict[int, ParallelMesh] = {}  # by copies
+MAKERS: dict[str, Callable[[ParallelMesh, Settings], Engine]] = {
+    "fully_shard": by_fully_shard,
+    "shard_module": by_module,
+    "DistributedDataParallelConfig": by_ddp,
+    "MixedPrecisionPolicy": by_policy,
+    "TorchFullyShardedDataParallelConfig": by_torch,
+}
+
+
+def of_step(engine: Engine, device: str) -> Settings:
+    """What a step asks of the GPU, by its host."""
+    before = torch.cuda.memory_stats()
+    virtual_gpu.reset()
+    with virtual_gpu.host_waits() as waits:
+        train(*engine, 1, device=device)
+    calls, stats = virtual_gpu.record().calls, torch.cuda.memory_stats()
+    return {
+        "device": sum(calls.get(n, 0) for n in ("cudaMalloc", "cudaFree", "cuMemCreate")),
+        "blocks": stats["allocation.all.allocated"] - before["allocation.all.allocated"],
+        "left": stats["allocated_bytes.all.current"],
+        "not modelled": virtual_gpu.record().not_modelled,
+        "waits": [list(lines) for lines in waits],
+    }
+
+
+def outcome(source: str, base: Settings, settings: Settings) -> Settings:
+    """What came of a setting over a base: a refusal, an error, or what two steps ask for."""
+    torch.manual_seed(0)
+    given = {**base, **settings}
+    mesh = meshes[given.pop("dp_replicate", 1)]
+    try:
+        engine = MAKERS[source](mesh, given)
+    except REFUSALS as error:
+        return {"refused": f"{type(error).__name__}: {error}"}
+    device = settings.get("device", "cuda")
+    train(*engine, 3, device=device)
+    return {"steps": [of_step(engine, device) for _ in range(2)]}
+
+
+def outcomes(source: str, only: tuple[str, ...]) -> Iterator[Settings]:
+    """What came of each setting of a source, and of none."""
+    drawn = {n: texts for n, texts in drawable(source).items() if not only or n in only}
+    for number, (name, base) in enumerate(BASES.get(source, {"": {}}).items()):
+        # All values over the first base, the two ends of them over the others.
+        cases = [
+            (setting, text)
+            for setting, texts in drawn.items()
+            for text in (dict.fromkeys((texts[0], texts[-1])) if number else texts)
+        ]
+        for setting, text in [("", ""), *cases]:
+            begun = time.monotonic()
+            given = {setting: eval(text, NAMES)} if setting else {}
+            row: Settings = {"base": name, "setting": setting, "value": text}
+            row["names"] = [*base, *given]
+            try:
+                row |= outcome(source, base, given)
+            except Exception:
+                row["error"] = traceback.format_exc()[-2500:]
+            gc.collect()
+            row["seconds"] = round(time.monotonic() - begun, 2)
+            # A crash of the process is the last line's.
+            print(f"{source} {name} {setting}={text} {row['seconds']}", file=sys.stderr, flush=True)
+            yield row
+
+
+def main(source: str, *only: str) -> list[Settings]:
+    """What came of all settings of a source, or of some."""
+    start()
+    meshes.update({n: ParallelLayout(dp_replicate=n).build("cuda") for n in (1, 2)})
+    return list(outcomes(source, only))
+
+
+if __name__ == "__main__":
+    end(main(*sys.argv[1:]))

@@ -152,7 +152,7 @@ def _whole_state(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
             holds = [stop - start == parameter.numel() > 0 for start, stop in parameter.extents()]
             if parameter.spec.is_cut and any(holds):
                 result[index] = _sent_by(holds.index(True), parameter, result.pop(index, {}))
-    return _whole_tree({index: values for index, values in result.items() if values})
+    return {index: _whole_tree(values) for index, values in result.items() if values}
 
 
 def _sent_by(source: int, parameter: ShardedTensor, state: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +177,8 @@ def _sent_by(source: int, parameter: ShardedTensor, state: dict[str, Any]) -> di
     words = torch.tensor(list(pickle.dumps(facts)), dtype=torch.uint8)
     here = torch.tensor([len(words)], device=parameter.device)
     lengths = communicator.all_gather(here, [1] * communicator.size).tolist()
-    facts = pickle.loads(bytes(receive(words if sends else None, lengths[source], torch.uint8).tolist()))
+    received = receive(words if sends else None, lengths[source], torch.uint8)
+    facts = pickle.loads(bytes(received.tolist()))
     result = {}
     for name, fact in facts.items():
         result[name] = fact

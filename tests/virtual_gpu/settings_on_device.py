@@ -17,10 +17,10 @@ import torch
 import torch.nn as nn
 from fuzz.settings import drawable
 from one_of_eight import Block, end, llama, start, train
+from steady import of_call
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
-import lamina_virtual_gpu as virtual_gpu
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -110,22 +110,6 @@ MAKERS: dict[str, Callable[[ParallelMesh, Settings], Engine]] = {
 }
 
 
-def of_step(engine: Engine, device: str) -> Settings:
-    """What a step asks of the GPU, by its host."""
-    before = torch.cuda.memory_stats()
-    virtual_gpu.reset()
-    with virtual_gpu.host_waits() as waits:
-        train(*engine, 1, device=device)
-    calls, stats = virtual_gpu.record().calls, torch.cuda.memory_stats()
-    return {
-        "device": sum(calls.get(n, 0) for n in ("cudaMalloc", "cudaFree", "cuMemCreate")),
-        "blocks": stats["allocation.all.allocated"] - before["allocation.all.allocated"],
-        "left": stats["allocated_bytes.all.current"],
-        "not modelled": virtual_gpu.record().not_modelled,
-        "waits": [list(lines) for lines in waits],
-    }
-
-
 def outcome(source: str, base: Settings, settings: Settings) -> Settings:
     """What came of a setting over a base: a refusal, an error, or what two steps ask for."""
     torch.manual_seed(0)
@@ -137,7 +121,7 @@ def outcome(source: str, base: Settings, settings: Settings) -> Settings:
         return {"refused": f"{type(error).__name__}: {error}"}
     device = settings.get("device", "cuda")
     train(*engine, 3, device=device)
-    return {"steps": [of_step(engine, device) for _ in range(2)]}
+    return {"steps": [of_call(lambda: train(*engine, 1, device=device)) for _ in range(2)]}
 
 
 def outcomes(source: str, only: tuple[str, ...]) -> Iterator[Settings]:

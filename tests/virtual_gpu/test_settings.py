@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fuzz.settings import SOURCES
+from virtual_gpu.steady import step_complaints
 
 MAY_WAIT = {
     "check_for_nan_in_grad": "backward/agreement.py",
@@ -27,23 +28,12 @@ TAKEN_BY_NO_BASE = frozenset(
 
 def complaints(row: dict[str, Any]) -> Iterator[str]:
     """What is wrong with what came of a setting."""
-    setting = row["setting"]
     if "error" in row:
         yield row["error"]
-    elif "refused" in row:
-        if not any(name in row["refused"] for name in row["names"]):
-            yield f"the refusal names no setting: {row['refused']}"
-    else:
-        first, second = row["steps"]
-        for name in ("blocks", "left"):
-            if first[name] != second[name]:
-                yield f"{name}: {first[name]} in a step, {second[name]} in the next one"
-        if second["device"]:
-            yield f"the allocator asks the device {second['device']} times in a steady step"
-        yield from second["not modelled"]
-        for what, *lines in second["waits"]:
-            if not any(MAY_WAIT.get(setting, "no such file") in line for line in lines):
-                yield f"the host waits by {what} at {' < '.join(lines)}"
+    elif "steps" in row:
+        yield from step_complaints(row["steps"], MAY_WAIT.get(row["setting"]))
+    elif not any(name in row["refused"] for name in row["names"]):
+        yield f"the refusal names no setting: {row['refused']}"
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -162,7 +162,10 @@ class OnHost:
         streams.away.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(streams.away):
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
+            # A view with gaps (a third of a fused projection) is made dense on the device: torch
+            # would copy it through host memory that is not pinned, and the host would wait.
+            dense = tensor if tensor.stride() == self._host.stride() else tensor.clone()
+            self._host.copy_(dense, non_blocking=True)
             self._copied = streams.away.record_event()
         # The copy may still read the tensor after its last reference is gone.
         tensor.record_stream(streams.away)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives import all_reduce_fp32, reduce_scatter_fp32
-from lamina.collectives.reduction import native as native_module
+from lamina.collectives.reduction import reduce as native_module
 
 from .native import all_reduce_native, reduce_scatter_native
 

@@ -10,7 +10,7 @@ costs rounding once per input, not at every hop.
 import ctypes
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, repeat
 from typing import ClassVar, Literal, TypeAlias
@@ -54,6 +54,23 @@ _SLICES_AT_ONCE = 3
 
 SumOp: TypeAlias = Literal["sum", "avg"]
 """What a reduction makes of the terms; who adds them is the class of the reduction."""
+
+
+@dataclass
+class Sum:
+    """One sum under way.
+
+    Attributes:
+        output: takes the sum.
+        input: what this rank adds, as it was given.
+        epilogue: what becomes of the sum before it is stored.
+        scratch: takes the terms of other ranks, where the route needs memory for them.
+    """
+
+    output: torch.Tensor
+    input: torch.Tensor
+    epilogue: Epilogue
+    scratch: torch.Tensor | None
 
 
 class Reduction(Collective):
@@ -137,14 +154,8 @@ class Reduction(Collective):
         return output.dtype == input.dtype and output.data_ptr() == input.data_ptr() + first
 
     @abstractmethod
-    def _begin(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        epilogue: Epilogue,
-        scratch: torch.Tensor | None,
-    ) -> tuple[object, Callable[[], Completion]]:
-        """What the sum needs besides its buffers until it has ended, and what begins it.
+    def _ready(self, task: Sum) -> Callable[[], Completion]:
+        """What begins a sum. The handle keeps it, and so the memory that it needs until the end.
 
         The memory is found now, on the caller's stream: it goes back there.
         """
@@ -159,23 +170,27 @@ class Reduction(Collective):
         scratch: torch.Tensor | None = None,
         statistics: bool = True,
         async_op: bool = True,
+        check: bool = False,
     ) -> ReduceHandle:
         """Sum `input` over the ranks into `output`; arguments as in `reduce_scatter_fp32`.
 
         ValueError: buffers of another kind than was prepared for, or that share memory.
         """
+        if check:
+            (_, whole), (wire, terms) = self._kinds
+            kind = {"wire": wire, "output": whole, "input": terms}
+            require_agreement(self.op, self.group, self.device, **kind)
         output, input = output.detach(), input.detach()
         self._require_buffers(output, input, in_place=not accumulate)
         factor = None if scale is None and self.sum_op == "sum" else self._factor(scale)
         kept = Statistics(self.device) if statistics else None
-        epilogue = Epilogue(factor, accumulate, kept)
-        memory, begin = self._begin(output, input, epilogue, scratch)
+        begin = self._ready(Sum(output, input, Epilogue(factor, accumulate, kept), scratch))
         # What is added to `output` is gathered as it was summed, and else as it is stored.
         width = self._wire.sum_dtype.itemsize if accumulate else output.itemsize
         sent = self._sent + width * self._gathered
         far = partial(self._between_hosts, width)
         call = issue(self.op, self._lane, self._wire_dtype, sent, between=far, async_op=async_op)
-        handle = ReduceHandle(call, (output, input, memory), kept)
+        handle = ReduceHandle(call, (output, input, begin), kept)
         return launch(handle, self._lane, self.device, begin)
 
     def _between_hosts(self, width: int, near: Sequence[int]) -> int:
@@ -255,24 +270,25 @@ class _Slice:
     exchanges: list[_Exchange]
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """What one ordered sum needs besides its output and input.
+@dataclass
+class _OrderedSum(Sum):
+    """An ordered sum under way.
 
     Attributes:
         terms: what this rank adds, in the order in which pieces are sent.
         sent: what is sent of them: themselves, their codes, or messages that slices are packed in.
         gathered: what an all-reduce gathers sums into.
-        scratch: takes the terms of other ranks, where the route needs memory for them.
         rooms: for each exchange after the first the sums that it sends, and memory for what it
             brings.
+        tags: of the exchanges after the first. See Note [Tags are drawn when a collective is
+            called].
     """
 
     terms: torch.Tensor
     sent: torch.Tensor
     gathered: torch.Tensor
-    scratch: torch.Tensor | None
     rooms: list[tuple[torch.Tensor, torch.Tensor | None]]
+    tags: Iterator[int | None] = field(default_factory=lambda: repeat(None))
 
 
 def _slice_width(ranks: int, wire: torch.dtype, message_bytes: int) -> int:
@@ -416,56 +432,43 @@ class OrderedReduction(Reduction):
                 total += sent if self.scatter else sent + width * gathered
         return total
 
-    def _begin(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        epilogue: Epilogue,
-        scratch: torch.Tensor | None,
-    ) -> tuple[object, Callable[[], Completion]]:
+    def _ready(self, task: Sum) -> Callable[[], Completion]:
+        """Find the memory of a sum: what is sent, what arrives, and what is gathered."""
+        output, input, scratch, device = task.output, task.input, task.scratch, self.device
         if scratch is not None:
             self._require_scratch(scratch, output, input)
-        memory = self._memory(output, input, epilogue.accumulate, scratch)
-        return memory, partial(self._reduce, output, memory, epilogue)
-
-    def _memory(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        accumulate: bool,
-        scratch: torch.Tensor | None,
-    ) -> _Memory:
-        device, wire, gathered = self.device, self._wire, output
-        exchanges = self._slices[0].exchanges  # of the widest slice
+        wire, exchanges = self._wire, self._slices[0].exchanges  # of the widest slice
         rooms = []
         for before, exchange in pairwise(exchanges):
             sums = torch.empty(before.numel, dtype=exchange.wire.sum_dtype, device=device)
             rooms.append((sums, exchange.room(device)))
+        terms, gathered, accumulates = input, output, task.epilogue.accumulate
         if len(self._slices) > 1:
             bounds = self._slices[0].bounds
             numel = _SLICES_AT_ONCE * self.size * (bounds.stop - bounds.start)
             if scratch is None:
                 scratch = torch.empty(numel, dtype=wire.dtype, device=device)
-            return _Memory(input, scratch[:numel].view(_SLICES_AT_ONCE, -1), output, None, rooms)
-        terms = input
-        if self._padded != self._numel:
-            terms = input.new_zeros(self._padded)
-            terms[: self._numel].copy_(input)
-        elif rooms and self.scatter:
-            # A rank of this host gets the pieces of all ranks at its place of their hosts.
-            runs = terms.view(exchanges[1].size, exchanges[0].size, self._piece)
-            terms = runs.transpose(0, 1).reshape(-1)
-        sent = terms
-        if not self._sends_input:
-            sent = torch.empty(self._wire_total, dtype=wire.dtype, device=device)
-        if scratch is None:
-            scratch = exchanges[0].room(device)
-        gathers = not self.scatter and self.size > 1
-        if gathers and (accumulate or self._padded != self._numel):
-            # To accumulate, the sums are gathered apart, as ranks may hold different outputs.
-            dtype = wire.sum_dtype if accumulate else output.dtype
-            gathered = torch.empty(self._padded, dtype=dtype, device=device)
-        return _Memory(terms, sent, gathered, scratch, rooms)
+            sent, scratch = scratch[:numel].view(_SLICES_AT_ONCE, -1), None
+        else:
+            if self._padded != self._numel:
+                terms = input.new_zeros(self._padded)
+                terms[: self._numel].copy_(input)
+            elif rooms and self.scatter:
+                # A rank of this host gets the pieces of all ranks at its place of their hosts.
+                runs = terms.view(exchanges[1].size, exchanges[0].size, self._piece)
+                terms = runs.transpose(0, 1).reshape(-1)
+            sent = terms
+            if not self._sends_input:
+                sent = torch.empty(self._wire_total, dtype=wire.dtype, device=device)
+            if scratch is None:
+                scratch = exchanges[0].room(device)
+            gathers = not self.scatter and self.size > 1
+            if gathers and (accumulates or self._padded != self._numel):
+                # To accumulate, the sums are gathered apart, as ranks may hold different outputs.
+                dtype = wire.sum_dtype if accumulates else output.dtype
+                gathered = torch.empty(self._padded, dtype=dtype, device=device)
+        kind = output, input, task.epilogue, scratch, terms, sent, gathered, rooms
+        return partial(self._reduce, _OrderedSum(*kind))
 
     def _require_scratch(
         self, scratch: torch.Tensor, output: torch.Tensor, input: torch.Tensor
@@ -481,29 +484,28 @@ class OrderedReduction(Reduction):
         require_disjoint(name, group, ("scratch", scratch), ("input", input))
         require_disjoint(name, group, ("scratch", scratch), ("output", output))
 
-    def _reduce(self, output: torch.Tensor, memory: _Memory, epilogue: Epilogue) -> Completion:
+    def _reduce(self, task: _OrderedSum) -> Completion:
         """Post the first messages; what is left to do is to sum what comes, and to gather."""
-        chunks = self._post(memory, 0)
+        chunks = self._post(task, 0)
         # Gathers take the way back: what is complete between hosts is spread inside them.
         gathers = [] if self.scatter or self._lane is None else self._exchanges[::-1]
-        tags: Iterator[int | None] = repeat(None)  # slices are a backend's, which needs none
-        if len(self._slices) == 1:
+        if len(self._slices) == 1:  # slices are a backend's, which needs no tags
             # See Note [Tags are drawn when a collective is called].
-            tags = iter([exchange.next_tag() for exchange in (*self._exchanges[1:], *gathers)])
-        ends: Completion = partial(self._complete, chunks, memory, tags, output, epilogue)
+            task.tags = iter([each.next_tag() for each in (*self._exchanges[1:], *gathers)])
+        ends: Completion = partial(self._complete, task, chunks)
         for exchange in self._exchanges:
             if exchange.wire.checked:
                 ends = exchange.wire.guarded(ends, exchange.ref)
         return ends
 
-    def _post(self, memory: _Memory, at: int) -> Chunks:
+    def _post(self, task: _OrderedSum, at: int) -> Chunks:
         """Send one slice of all pieces."""
-        part, terms, sent = self._slices[at], memory.terms, memory.sent
+        part, terms, sent = self._slices[at], task.terms, task.sent
         first, *later = part.exchanges
         if len(self._slices) == 1:
             if sent is not terms and not terms.is_meta:
                 self._wire.encode(terms, sent, self._piece)
-            return first.route.collect(sent, memory.scratch)
+            return first.route.collect(sent, task.scratch)
         # See Note [Sums in slices]: what the message before was sent from takes what now comes.
         width, hosts = part.bounds.stop - part.bounds.start, later[0].size if later else 1
         message, received = sent[-at % len(sent)], sent[(1 - at) % len(sent)]
@@ -513,45 +515,41 @@ class OrderedReduction(Reduction):
         message.view(runs.shape).copy_(runs)
         return first.route.collect(message, received)
 
-    def _complete(
-        self,
-        chunks: Chunks,
-        memory: _Memory,
-        tags: Iterator[int | None],
-        output: torch.Tensor,
-        epilogue: Epilogue,
-    ) -> None:
+    def _complete(self, task: _OrderedSum, chunks: Chunks) -> None:
         """Sum each slice while the next one flies; gather the sums, if all ranks want them."""
+        epilogue, gathered = task.epilogue, task.gathered
         if self.scatter or self._lane is None:
-            self._sum_slices(chunks, memory, tags, output, epilogue)
+            self._sum_slices(task, chunks, task.output, epilogue)
             return
         # What is added to an output is measured as it is stored, by `_store`.
         statistics = None if epilogue.accumulate else epilogue.statistics
-        sums, ending = memory.gathered[self._own], Epilogue(epilogue.factor, False, statistics)
-        self._sum_slices(chunks, memory, tags, sums, ending)
+        ending = Epilogue(epilogue.factor, False, statistics)
+        self._sum_slices(task, chunks, gathered[self._own], ending)
         # Each exchange's run of pieces lies in the own piece of the one before.
-        runs = [memory.gathered]
+        runs = [gathered]
         for exchange in self._exchanges:
             runs.append(runs[-1][exchange.own])
         for at in range(len(self._exchanges) - 1, -1, -1):
-            self._exchanges[at].gather(runs[at], runs[at + 1], next(tags))()
-        self._store(memory.gathered, output, epilogue)
+            self._exchanges[at].gather(runs[at], runs[at + 1], next(task.tags))()
+        self._store(gathered, task.output, epilogue)
 
     def _sum_slices(
-        self,
-        chunks: Chunks,
-        memory: _Memory,
-        tags: Iterator[int | None],
-        output: torch.Tensor,
-        epilogue: Epilogue,
+        self, task: _OrderedSum, chunks: Chunks, output: torch.Tensor, epilogue: Epilogue
     ) -> None:
         """Bring the sum of every slice to its place in `output`."""
         wanted, several = epilogue.statistics, len(self._slices) > 1
         of_slices: list[Statistics] = []
         for at, part in enumerate(self._slices):
-            following = self._post(memory, at + 1) if at + 1 < len(self._slices) else None
-            if memory.rooms:
-                chunks = self._over_hosts(part.exchanges, chunks, memory.rooms, tags)
+            following = self._post(task, at + 1) if at + 1 < len(self._slices) else None
+            # See Note [The tree is also a tree over hosts]: what each exchange but the last
+            # brings is summed, and sent on.
+            for (done, exchange), (sums, room) in zip(
+                pairwise(part.exchanges), task.rooms, strict=True
+            ):
+                whole = sums[: done.numel]  # a last slice is narrower than its memory
+                self._sum(chunks, whole, Epilogue(), done.wire)
+                sent = exchange.wire.encoded(whole, self._piece)
+                chunks = exchange.route.collect(sent, room, next(task.tags))
             target, ending = output, epilogue
             if several:
                 target = output[part.bounds]
@@ -563,24 +561,6 @@ class OrderedReduction(Reduction):
         if wanted is not None and several:
             wanted.squared_norm.copy_(torch.stack([each.squared_norm for each in of_slices]).sum())
             wanted.nonfinite.copy_(torch.stack([each.nonfinite for each in of_slices]).any())
-
-    def _over_hosts(
-        self,
-        exchanges: Sequence[_Exchange],
-        chunks: Chunks,
-        rooms: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-        tags: Iterator[int | None],
-    ) -> Chunks:
-        """Sum what each exchange but the last brings, and send it on; the last one's chunks.
-
-        See Note [The tree is also a tree over hosts].
-        """
-        for (done, exchange), (sums, room) in zip(pairwise(exchanges), rooms, strict=True):
-            whole = sums[: done.numel]  # a last slice is narrower than its memory
-            self._sum(chunks, whole, Epilogue(), done.wire)
-            sent = exchange.wire.encoded(whole, self._piece)
-            chunks = exchange.route.collect(sent, room, next(tags))
-        return chunks
 
     def _sum(self, chunks: Chunks, output: torch.Tensor, epilogue: Epilogue, wire: Wire) -> None:
         """Wait for all chunks and sum them; afterwards all ranks may reuse what they sent."""
@@ -604,8 +584,3 @@ class OrderedReduction(Reduction):
                 sum_chunks([target[place]], output[place], Epilogue(None, True, kept), cast)
         elif target is not output:  # padded
             output.copy_(target[: self._numel])
-
-    def agree(self) -> None:
-        """Compare this call over the ranks; collective. ValueError on every rank, if any differ."""
-        (_, output), (dtype, input) = self._kinds
-        require_agreement(self.op, self.group, self.device, wire=dtype, output=output, input=input)

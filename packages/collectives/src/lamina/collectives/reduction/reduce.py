@@ -1,16 +1,78 @@
-"""Reductions in one call, and what the words for them stand for."""
+"""Reductions in one call, what the words for them stand for, and those by the backend itself.
 
+The backend (SHARP, user buffers, thousands of ranks) chooses the order of the sum and rounds in the
+wire dtype after every addition, so native reductions claim a tolerance and no bits: against the
+exact sum of N ranks' elements x_i, the error is at most (N - 1) * eps * sum |x_i|, with eps the
+wire dtype's (2^-24 for float32, 2^-8 for bfloat16), as each of the N - 1 additions rounds once.
+Averages are the backend's as well. Scale, accumulation and statistics are applied to the result in
+fp32, as in the ordered reductions.
+"""
+
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
-from torch.distributed import ProcessGroup
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
 
 from lamina.collectives.call.collective import ReduceHandle
-from lamina.collectives.reduction.codec import GradientCodec
-from lamina.collectives.reduction.native import NativeReduction
-from lamina.collectives.reduction.ordered import OrderedReduction, Reduction, SumOp
+from lamina.collectives.compat import reduce_scatter_single
+from lamina.collectives.reduction.codec import Cast, GradientCodec, Wire
+from lamina.collectives.reduction.ordered import OrderedReduction, Reduction, Sum, SumOp
+from lamina.collectives.reduction.summation import Epilogue, sum_chunks
+from lamina.collectives.transport.groups import where
+from lamina.collectives.transport.transport import Completion, end_of
 
 __all__ = ["ReductionName", "all_reduce_fp32", "reduce_scatter_fp32", "reduction_class"]
+
+_BACKEND = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+"""The backend averages by itself: in the wire dtype, where a sum of fp16 may not fit."""
+
+
+class NativeReduction(Reduction):
+    """The backend's own reduce-scatter or all-reduce; arguments as in `Reduction`."""
+
+    suffix = "native"
+    piecewise = False
+
+    def _prepare(self, codec: GradientCodec | None) -> None:
+        if codec is not None:
+            raise ValueError(
+                f"{self.op} {where(self.group)}: the backend adds what it is given, so nothing can "
+                f"decode {type(codec).__name__}; use reduction='ordered'"
+            )
+        # An all-reduce sends at least what a reduce-scatter and a gather in the wire dtype send.
+        trips = 1 if self.scatter else 2
+        self._sent = trips * (self.size - 1) * self._piece * self._wire_dtype.itemsize
+        self._wire = Wire(Cast(self._wire_dtype))
+        self._backend_op, self.sum_op = _BACKEND[self.sum_op], "sum"
+
+    def _ready(self, task: Sum) -> Callable[[], Completion]:
+        # The backend's sum goes straight to the output, if it is neither cast nor added.
+        direct = task.output.dtype == task.input.dtype and not task.epilogue.accumulate
+        total = task.output if direct else torch.empty_like(task.output, dtype=task.input.dtype)
+        return partial(self._reduce, task, total)
+
+    def _reduce(self, task: Sum, total: torch.Tensor) -> Completion:
+        work, group, input = None, self.group, task.input
+        alone = self.size == 1
+        if (alone or not self.scatter) and total.data_ptr() != input.data_ptr():
+            total.copy_(input)
+        if group is None or alone or input.is_meta:
+            pass
+        elif self.scatter:
+            work = reduce_scatter_single(total, input, group, op=self._backend_op, async_op=True)
+        else:
+            work = dist.all_reduce(total, op=self._backend_op, group=group, async_op=True)
+        return partial(self._finish, work, task, total)
+
+    def _finish(self, work: Work | None, task: Sum, total: torch.Tensor) -> None:
+        """Wait for the backend's sum; bring it, scaled and measured, to where it was asked for."""
+        end_of(work)()
+        if total is not task.output or task.epilogue != Epilogue():
+            sum_chunks([total], task.output, task.epilogue, self._wire)
+
 
 ReductionName: TypeAlias = Literal["ordered", "native"]
 """Who adds: Lamina in one order, or the backend."""
@@ -70,10 +132,7 @@ def reduce_scatter_fp32(
         >>> reduce_scatter_fp32(shard, gradients, None, op="avg").squared_norm.item()
         4.0
     """
-    reduction = OrderedReduction(output, input, group, scatter=True, op=op, codec=codec)
-    if check:
-        reduction.agree()
-    return reduction.start(
+    return OrderedReduction(output, input, group, scatter=True, op=op, codec=codec).start(
         output,
         input,
         scale=scale,
@@ -81,6 +140,7 @@ def reduce_scatter_fp32(
         scratch=scratch,
         statistics=statistics,
         async_op=async_op,
+        check=check,
     )
 
 
@@ -126,9 +186,12 @@ def all_reduce_fp32(
         >>> norms = torch.ones(4)
         >>> all_reduce_fp32(norms, norms, None).wait()
     """
-    reduction = OrderedReduction(output, input, group, scatter=False, op=op, codec=codec)
-    if check:
-        reduction.agree()
-    return reduction.start(
-        output, input, scale=scale, accumulate=accumulate, statistics=statistics, async_op=async_op
+    return OrderedReduction(output, input, group, scatter=False, op=op, codec=codec).start(
+        output,
+        input,
+        scale=scale,
+        accumulate=accumulate,
+        statistics=statistics,
+        async_op=async_op,
+        check=check,
     )

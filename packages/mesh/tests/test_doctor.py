@@ -215,5 +215,5 @@ def test_a_machine_without_ipv4_can_be_inspected(monkeypatch: pytest.MonkeyPatch
     def refuse(*_: object) -> None:
         raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
 
-    monkeypatch.setattr("lamina.mesh.machine.socket.socket", refuse)
+    monkeypatch.setattr("lamina.mesh.doctor.socket.socket", refuse)
     assert Machine.inspect().address is None

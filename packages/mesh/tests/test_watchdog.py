@@ -19,8 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import lamina.mesh
 from lamina.mesh import init_distributed
 from lamina.mesh.engine import Activity, Wait, running_watchdog
-from lamina.mesh.own_waits import _FOREIGN
-from lamina.mesh.verdict import Report, verdict
+from lamina.mesh.waits import _FOREIGN, Report, verdict
 from lamina.mesh.watchdog import Watchdog
 
 

@@ -2,12 +2,17 @@
 
 from lamina.mesh.arguments import check_arguments, check_fields, setting, translates
 from lamina.mesh.axis import MeshAxis, axis_if_there, mesh_axis, named_mesh
+from lamina.mesh.doctor import EnvironmentProblem, Machine
 from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError
 from lamina.mesh.host_watch import host_words
 from lamina.mesh.hosts import host_groups, host_runs, ranks_per_host, split_over_hosts
-from lamina.mesh.machine import Machine
-from lamina.mesh.own_waits import Activity, Wait
-from lamina.mesh.parallel_mesh import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_AXES
+from lamina.mesh.parallel_mesh import (
+    DENSE_AXES,
+    DERIVED_AXES,
+    EXPERT_AXES,
+    MODEL_AXES,
+    aligned,
+)
 from lamina.mesh.process_groups import (
     GroupRef,
     ends_before_groups,
@@ -19,8 +24,8 @@ from lamina.mesh.process_groups import (
 )
 from lamina.mesh.rng import Seeded, recompute_contexts, require_stream
 from lamina.mesh.roles import copy_role, copy_roles
-from lamina.mesh.settings import EnvironmentProblem, require_overlap
-from lamina.mesh.variables import Environment, environment
+from lamina.mesh.variables import Environment, environment, require_overlap
+from lamina.mesh.waits import Activity, Wait
 
 __all__ = [
     "DENSE_AXES",
@@ -37,6 +42,7 @@ __all__ = [
     "MeshAxis",
     "Seeded",
     "Wait",
+    "aligned",
     "axis_if_there",
     "check_arguments",
     "check_fields",

@@ -35,6 +35,7 @@ __all__ = [
     "MODEL_AXES",
     "ParallelLayout",
     "ParallelMesh",
+    "aligned",
 ]
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -517,7 +518,7 @@ def _axis_table(mesh: ParallelMesh) -> list[str]:
         for name, size in zip(axes, shape, strict=True):
             step //= size
             rows.append((name, str(size), str(step), str(mesh.coordinate[name])))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _rank_table(layout: ParallelLayout, own_rank: int, max_ranks: int) -> list[str]:
@@ -529,18 +530,17 @@ def _rank_table(layout: ParallelLayout, own_rank: int, max_ranks: int) -> list[s
         place = layout.coordinate_of(rank)
         mark = "*" if rank == own_rank else ""
         rows.append((f"{rank}{mark}", *(str(place[name]) for name in names)))
-    lines = _aligned(rows)
+    lines = aligned(rows)
     if len(shown) < world:
         lines.append(f"... and {world - len(shown)} more ranks")
     return lines
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """The lines of a table: columns to the right, but for the first `left` ones."""
+    widths = enumerate(max(map(len, column)) for column in zip(*rows, strict=True))
+    line = "  ".join(f"{{:{'<' if at < left else '>'}{width}}}" for at, width in widths)
+    return [line.format(*row).rstrip() for row in rows]
 
 
 def _check_size(name: str, size: object) -> None:

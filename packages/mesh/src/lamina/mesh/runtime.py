@@ -14,6 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from lamina.mesh.doctor import settings_problems
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.hosts import agree_on_hosts
 from lamina.mesh.launch import Launch, read_launch
@@ -26,7 +27,6 @@ from lamina.mesh.process_groups import (
     group_ref,
 )
 from lamina.mesh.rendezvous import open_store
-from lamina.mesh.settings import settings_problems
 from lamina.mesh.variables import Environment, environment
 from lamina.mesh.watchdog import EXIT_STATUS, Watchdog
 

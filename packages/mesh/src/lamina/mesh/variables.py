@@ -8,9 +8,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lamina.mesh.errors import EnvironmentVariableError
+from lamina.mesh.errors import EnvironmentVariableError, OverlapError
 
-__all__ = ["Environment", "environment"]
+__all__ = ["Environment", "environment", "require_overlap"]
 
 
 @dataclass(frozen=True)
@@ -85,3 +85,21 @@ class Environment:
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
     """A snapshot of this process' environment variables, or of `variables` instead."""
     return Environment(dict(os.environ if variables is None else variables))
+
+
+def require_overlap(asked_by: str, env: Environment | None = None) -> None:
+    """Refuse to overlap communication with compute where a setting rules it out.
+
+    Wrappers call it when they are built with overlap on. It refuses on CPU too, where the setting
+    does nothing: a rehearsal should fail where the GPU run will.
+
+    `asked_by` is the option as the user wrote it, such as "overlap_grad_reduce=True". OverlapError:
+    CUDA_DEVICE_MAX_CONNECTIONS is 1.
+    """
+    if (env or environment()).single_connection:
+        raise OverlapError(
+            f"{asked_by} and CUDA_DEVICE_MAX_CONNECTIONS=1 exclude each other: with one hardware "
+            "queue the collectives wait for the compute they should run beside. Unset "
+            "CUDA_DEVICE_MAX_CONNECTIONS (or set it to 8 or more) before the program starts, or "
+            "turn the overlap off."
+        )

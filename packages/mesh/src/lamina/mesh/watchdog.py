@@ -37,8 +37,7 @@ from typing import Any, cast
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its stubs
 
 from lamina.mesh.host_watch import BEAT, HostWatch, text_of
-from lamina.mesh.own_waits import Activity, OwnWaits
-from lamina.mesh.verdict import Alarms
+from lamina.mesh.waits import Activity, Alarms, OwnWaits
 
 __all__ = ["EXIT_STATUS", "Watchdog"]
 

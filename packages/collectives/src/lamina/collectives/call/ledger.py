@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from lamina.collectives.call.collective import install, remove
 from lamina.collectives.transport.lanes import Call
+from lamina.mesh.engine import aligned
 
 __all__ = ["Ledger", "Record"]
 
@@ -176,7 +177,7 @@ class Ledger:
         rows = [_row(key, members) for key, members in groups.items()]
         everything = [record for members in groups.values() for record in members]
         rows.append(_row(("total", "", ""), everything))
-        return _align([_HEADINGS, *rows])
+        return "\n".join(aligned([_HEADINGS, *rows], left=3))
 
     def trace(self, path: str | Path, profile: torch.profiler.profile | None = None) -> Path:
         """Write the records as Chrome trace JSON, for ui.perfetto.dev or chrome://tracing.
@@ -271,7 +272,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 _HEADINGS = "axis,op,dtype,calls,bytes sent,to other hosts,time ms,exposed ms,overlapped".split(",")
-_LEFT_ALIGNED = 3
 
 
 def _row(key: tuple[str, str, str], members: Iterable[Record]) -> list[str]:
@@ -285,18 +285,6 @@ def _row(key: tuple[str, str, str], members: Iterable[Record]) -> list[str]:
         f"{1e3 * sum(record.exposed for record in records):.2f}",
         f"{sum(record.overlapped for record in records)}/{len(records)}",
     ]
-
-
-def _align(rows: list[list[str]]) -> str:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if place < _LEFT_ALIGNED else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def _events(

@@ -77,7 +77,7 @@ def test_ranks_of_torchrun_find_each_other_where_the_machine_has_no_address(tmp_
     (tmp_path / "told.py").write_text("import os; print(os.environ['MASTER_ADDR'])")
     step = Step("one", "told", f"torchrun --nproc-per-node=1 {tmp_path}/told.py")
     words = step.command(False, sys.executable, str(tmp_path))
-    told = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    told = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert told.stdout.split() == ["127.0.0.1"], told.stderr
 
 

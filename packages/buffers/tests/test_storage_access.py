@@ -34,4 +34,4 @@ else:
 
 
 def test_a_storage_refuses_access_also_if_a_mode_is_on_when_the_first_is_asked():
-    subprocess.run([sys.executable, "-c", COLD], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", COLD], check=True, timeout=300)

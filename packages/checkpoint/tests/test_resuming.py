@@ -200,7 +200,7 @@ def test_a_signal_to_torchrun_reaches_its_ranks(tmp_path, number, options):
     )
     wait_until_training(tmp_path / "run.training", run)
     run.send_signal(number)
-    errors = run.communicate(timeout=60)[1]
+    errors = run.communicate(timeout=300)[1]
     assert run.returncode == 1, errors  # torchrun's own, whatever its ranks' was
     assert CheckpointManager(tmp_path / "run").latest() is not None
 
@@ -230,7 +230,7 @@ def test_the_lines_for_slurm_save_and_requeue(tmp_path):
     )
     wait_until_training(tmp_path / "run.training", job)
     job.send_signal(signal.SIGUSR1)
-    job.wait(timeout=60)
+    job.wait(timeout=300)
     assert CheckpointManager(tmp_path / "run").latest() is not None
     assert (tmp_path / "requeued").read_text().split() == ["requeue", "7"]
 

@@ -174,7 +174,7 @@ def test_the_command_fails_and_names_the_setting() -> None:
         env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 1, done.stderr

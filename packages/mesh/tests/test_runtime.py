@@ -233,7 +233,7 @@ def test_tasks_of_a_slurm_step_meet_without_torchrun(tmp_path: Path) -> None:
         )
         for task in ("0", "1")
     ]
-    printed = [task.communicate(timeout=100)[0] for task in tasks]
+    printed = [task.communicate(timeout=300)[0] for task in tasks]
     assert printed == ["slurm 0 2\n", "slurm 1 2\n"]
 
 

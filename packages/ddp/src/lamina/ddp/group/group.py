@@ -114,8 +114,11 @@ class OptimizerAgreement:
         self._title = f"steps of {type(optimizer).__name__}"
         self._stamp: list[object] = []
         self._settings = Agreement(())
-        self.steps = 0
-        """How many steps were made."""
+        self._steps = 0
+
+    def stepped(self) -> None:
+        """A step was made."""
+        self._steps += 1
 
     def now(self) -> Agreement | None:
         """As it is at this moment; None where the optimizer is gone."""
@@ -130,7 +133,7 @@ class OptimizerAgreement:
                     stamp.append((name, value if type(value) in _PLAIN else describe(value)))
         if stamp != self._stamp:
             self._stamp, self._settings = stamp, Agreement(optimizer_facts(optimizer, {}))
-        return self._settings.with_facts((self._title, str(self.steps)))
+        return self._settings.with_facts((self._title, str(self._steps)))
 
 
 class ParameterGroup:

@@ -33,7 +33,8 @@ See docs/decisions/0410.
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import is_, methodcaller
 from typing import Any, NamedTuple
 
@@ -82,8 +83,7 @@ class BorrowedGroups(ABC):
     """Hooks of an optimizer that put other parameters into its groups while it steps."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.paused = False
-        """Steps are made for their state alone: gradients are read from `.grad`, nobody is told."""
+        self._for_state = False  # steps are made for their state alone, see `for_state_alone`
         self._agreement = OptimizerAgreement(optimizer)
         self.trained: list[ParameterGroup] = []
         """The groups that have gradients."""
@@ -115,6 +115,15 @@ class BorrowedGroups(ABC):
             if group.requires_grad:
                 self.trained.append(group)
         self._prepare(groups)
+
+    @contextmanager
+    def for_state_alone(self) -> Iterator[None]:
+        """Steps within make state: gradients are read from `.grad`, and nobody is told of them."""
+        self._for_state = True
+        try:
+            yield
+        finally:
+            self._for_state = False
 
     def restore(self, optimizer: Optimizer) -> None:
         """Put the user's parameters back after a step that raised; do nothing after any other."""
@@ -175,7 +184,7 @@ class BorrowedGroups(ABC):
     def _begin(self, optimizer: Optimizer) -> None:
         if self._users:  # somebody has wrapped the class's step, and torch calls hooks for both
             return
-        if not self.paused:
+        if not self._for_state:
             for group in self.trained:
                 group.look_for_writes()
                 group.shown.refuse_unsummed(f"{type(optimizer).__name__}.step()")
@@ -206,10 +215,10 @@ class BorrowedGroups(ABC):
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._take_back(optimizer, stepped=True)
-        if not self.paused:
+        if not self._for_state:
             for group in self.trained:
                 group.writes.forget()
-            self._agreement.steps += 1
+            self._agreement.stepped()
             for tell in self._after_step:
                 tell()
 
@@ -218,9 +227,8 @@ class _Run:
     """Neighbouring parameters of one group that are stepped as one flat parameter.
 
     `parameter` is the elements `start` to `stop` of the main weights of the group on this rank. The
-    state of each of the `mains` is views of `state`. `spread` is what `state` held when they last
-    got their part of it, and `left` is what their own states held then. `wrote_weights` says
-    whether the newest step has written the weights of the module as well.
+    state of each of the `mains` is views of `state`. `wrote_weights` says whether the newest step
+    has written the weights of the module as well.
     """
 
     def __init__(self, group: ParameterGroup, indices: list[int]) -> None:
@@ -231,19 +239,30 @@ class _Run:
         self.start, self.stop = (spans[0][0], spans[-1][1]) if spans else (0, 0)
         self.parameter = nn.Parameter(group.main_weights.data[self.start : self.stop])
         self.state: dict[str, Any] = {}
-        self.spread: tuple[Any, ...] = ()
-        self.left: list[tuple[Any, ...]] = [()] * len(indices)
+        # What `state` held when the mains last got their part, and what their own states held then.
+        self._spread: tuple[Any, ...] = ()
+        self._left: list[tuple[Any, ...]] = [()] * len(indices)
         self.wrote_weights = False
         self._main_grads = group.trained.main
         self._offset = group.main_weights.range[0] - self._main_grads.range[0]
 
     def is_current(self, states: Mapping[Any, Any]) -> bool:
         """Whether the main parameters' state is what the last step of this run has left."""
-        for main, left in zip(self.mains, self.left, strict=True):
+        for main, left in zip(self.mains, self._left, strict=True):
             state = states.get(main, _NO_STATE)
             if len(state) != len(left) or not all(map(is_, state.values(), left)):
                 return False
         return True
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the main parameters have got their parts of the state as it is."""
+        values = self.state.values()
+        return len(values) == len(self._spread) and all(map(is_, values, self._spread))
+
+    def remember_spread(self, left: list[tuple[Any, ...]]) -> None:
+        """They have got them: `left` is what each one's own state holds since then."""
+        self._spread, self._left = tuple(self.state.values()), left
 
     def step(self, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
         """Step it with a kernel, if one does it; otherwise leave it ready for the optimizer."""
@@ -301,7 +320,7 @@ class FlatStep(BorrowedGroups):
     def _lend(
         self, number: int, settings: dict[str, Any], optimizer: Optimizer
     ) -> list[nn.Parameter]:
-        if self.paused:
+        if self._for_state:
             unshare_counts(optimizer)
             return list(settings["params"])
         plan = self._plan(number, settings["params"], optimizer)
@@ -406,8 +425,7 @@ class FlatStep(BorrowedGroups):
 
     def _spread_state(self, run: _Run, optimizer: Optimizer) -> None:
         """Give every main parameter its part of the run's state, where it has not got that yet."""
-        values = run.state.values()
-        if len(values) == len(run.spread) and all(map(is_, values, run.spread)):
+        if run.is_spread:
             return
         # All memory first: a parameter must never be left with a part of its state.
         flats = {
@@ -419,13 +437,14 @@ class FlatStep(BorrowedGroups):
             made, run.state[name] = run.state[name], flat[run.start : run.stop]
             if made.numel() and made.data_ptr() != run.state[name].data_ptr():
                 run.state[name].copy_(made)
-        run.spread, run.left = tuple(run.state.values()), []
+        left: list[tuple[Any, ...]] = []
         for index, main in zip(run.indices, run.mains, strict=True):
             state = optimizer.state[main]
             for name, value in run.state.items():
                 is_flat = name in flats
                 state[name] = self._member(run.group, name, index) if is_flat else value
-            run.left.append(tuple(state.values()))
+            left.append(tuple(state.values()))
+        run.remember_spread(left)
 
     def _member(self, group: ParameterGroup, name: str, index: int) -> torch.Tensor:
         """One parameter's part of flat state: the same object at every call."""

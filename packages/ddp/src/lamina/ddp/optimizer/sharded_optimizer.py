@@ -119,11 +119,10 @@ class ShardedOptimizer(Optimizer):
                 parameter.grad = torch.zeros_like(parameter) if fresh else None
             for group in self.param_groups:
                 group["lr"] = 0.0
-            self._borrowed.paused = True
             try:
-                self.optimizer.step()
+                with self._borrowed.for_state_alone():
+                    self.optimizer.step()
             finally:
-                self._borrowed.paused = False
                 for group, rate in zip(self.param_groups, rates, strict=True):
                     group["lr"] = rate
             # An optimizer of the user's own may decay weights whatever the rate is.

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lamina.collectives.call.collective import issue
 from lamina.collectives.engine import CommonFacts
+from lamina.collectives.transport.lanes import lane_of
 from lamina.ddp.parameters.facts import OptimizerAgreement
 from lamina.mesh.watchdog import Watchdog
 
@@ -64,8 +65,8 @@ def note_seconds() -> float:
     """What `issue` does for the watchdog: one in a group of eight beside one that nobody notes."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     group = dist.group.WORLD
-    noted = seconds_of(lambda: issue("gather", group, torch.float32, 0))
-    return noted - seconds_of(lambda: issue("gather", None, torch.float32, 0))
+    noted = seconds_of(lambda: issue("gather", lane_of(group), torch.float32, 0))
+    return noted - seconds_of(lambda: issue("gather", lane_of(None), torch.float32, 0))
 
 
 def facts_seconds() -> float:

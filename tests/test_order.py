@@ -198,14 +198,14 @@ def test_a_prefetch_into_a_slot_that_backward_still_reads_is_seen(monkeypatch):
 
 def test_memory_that_is_freed_on_another_stream_than_its_use_is_seen(monkeypatch):
     """Scratch that is allocated on a stream of its own goes back to it, whoever still writes."""
-    memory = OrderedReduction._memory
+    memory = OrderedReduction._ready
     with recorded_order(scenarios.RANKS) as recording:
 
         def elsewhere(*arguments):
             with recording.on("another stream"):
                 return memory(*arguments)
 
-        monkeypatch.setattr(OrderedReduction, "_memory", elsewhere)
+        monkeypatch.setattr(OrderedReduction, "_ready", elsewhere)
         scenarios.SCENARIOS["strategy 2"](recording)
     assert any("free on another stream" in race for race in recording.races)
 

@@ -126,10 +126,10 @@ def flip_on_the_wire(case, armed):
         """An element of what another rank than this one will sum."""
         return flat.numel() // size * ((rank + 1) % size)
 
-    def reduce_flipped(self, output, memory, epilogue):
+    def reduce_flipped(self, task):
         if self.rank == VICTIM and self._wire.plain and armed():
-            flip(memory.terms, case.bit, peers_part(memory.terms, self.rank, self.size))
-        return reduce(self, output, memory, epilogue)
+            flip(task.terms, case.bit, peers_part(task.terms, self.rank, self.size))
+        return reduce(self, task)
 
     def encode_flipped(self, values, wire, piece):
         encode(self, values, wire, piece)

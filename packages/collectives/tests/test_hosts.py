@@ -85,7 +85,11 @@ def host_groups(group: SimulatedGroup) -> tuple[SimulatedGroup, SimulatedGroup] 
 
 
 def all_to_all(
-    output: torch.Tensor, input: torch.Tensor, *, group: SimulatedGroup, async_op: bool
+    output: torch.Tensor,
+    input: torch.Tensor,
+    *splits: None,
+    group: SimulatedGroup,
+    async_op: bool,
 ) -> None:
     pieces = [given.view(group.size(), -1)[group.rank()] for given in group.everyone(input)]
     output.view(group.size(), -1).copy_(torch.stack(pieces))

@@ -24,7 +24,7 @@ from lamina.collectives.move.shaped import (
     start_reduce_scatter,
 )
 from lamina.collectives.reduction.reduce import ReductionName, reduction_class
-from lamina.collectives.transport.groups import group_rank, group_size
+from lamina.collectives.transport.lanes import lane_of
 from lamina.mesh.engine import GroupRef, group_ref, live_group
 
 __all__ = [
@@ -227,7 +227,7 @@ def all_to_all_tokens(
     receives = row_splits("output_splits", output_splits, tensor, group, add_up=False)
     sends = row_splits("input_splits", input_splits, tensor, group)
     exchange = partial(_exchange_rows, ref=group_ref(group), receives=receives, sends=sends)
-    if group_size(group) == 1:
+    if lane_of(group).size == 1:
         return exchange(tensor)
     back = partial(_exchange_rows, ref=group_ref(group), receives=sends, sends=receives)
     return _over(tensor, group, exchange, back)
@@ -263,7 +263,7 @@ def _over(
     tensor: torch.Tensor, group: ProcessGroup | None, function: Function, dual: Function
 ) -> torch.Tensor:
     """Apply a function and its dual over a group; in a group of one there is nothing to do."""
-    return tensor if group_size(group) == 1 else _apply(tensor, function, dual)
+    return tensor if lane_of(group).size == 1 else _apply(tensor, function, dual)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -277,8 +277,8 @@ def _sum(tensor: torch.Tensor, ref: GroupRef | None, reduction: ReductionName) -
 def _keep_piece(tensor: torch.Tensor, ref: GroupRef | None, dim: int) -> torch.Tensor:
     # A copy, not a view: a view would keep the whole tensor alive for as long as the piece.
     group = live_group(ref)
-    length = tensor.shape[dim] // group_size(group)
-    piece = tensor.narrow(dim, group_rank(group) * length, length)
+    length = tensor.shape[dim] // lane_of(group).size
+    piece = tensor.narrow(dim, lane_of(group).rank * length, length)
     return piece.clone(memory_format=torch.contiguous_format)
 
 

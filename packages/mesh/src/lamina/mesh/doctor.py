@@ -12,6 +12,7 @@ import ipaddress
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import textwrap
@@ -148,7 +149,7 @@ class Machine:
             triton=_triton_version(),
             cores=_cores(),
             shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
-            open_files=_open_files(),
+            open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             host_resolves=_host_resolves(),
             interfaces=tuple(name for _, name in socket.if_nameindex()),
             address=_address(),
@@ -287,14 +288,6 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # Linux: containers and launchers narrow it
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _open_files() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return -1
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _is_public(address: str) -> bool:

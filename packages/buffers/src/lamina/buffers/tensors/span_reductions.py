@@ -7,10 +7,10 @@ and it is rounded once to the result's dtype. All of them are collective where t
 `lamina.ddp.clip_grad_norm` both add up with it.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ aten = torch.ops.aten
 # Elements. torch converts a tensor to fp64 before it sums it in fp64. Piece by piece the copy stays
 # small, and on a CPU it stays in cache.
 _CHUNK = 1 << 20
+_IN_DOUBLE = partial(torch.sum, dtype=torch.float64)
 
 
 def reduce_over_ranks(
@@ -70,13 +71,16 @@ def pieces(local: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _total(
-    operation: str, of: Callable[..., Any], wide: torch.dtype, *tensors: SpanTensor
+    operation: object,
+    *tensors: SpanTensor,
+    of: Callable[..., Any] = _IN_DOUBLE,
+    wide: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """The sum of `of(elements)` over the whole of tensors that are cut alike: `wide`, 0-d."""
     total = torch.zeros((), dtype=wide, device=tensors[0].device)
     for runs in zip(*(pieces(tensor._local) for tensor in tensors), strict=True):
         total += of(*runs)
-    return reduce_over_ranks(tensors[0]._spec, operation, total, "sum")
+    return reduce_over_ranks(tensors[0]._spec, str(operation), total, "sum")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -99,7 +103,8 @@ def _sum(
     refuse_dims(func, tensor, dim, keepdim)
     dtype = dtype or (tensor.dtype if tensor.dtype.is_floating_point else torch.int64)
     wide = _wide(dtype)
-    return _total("sum()", lambda run: run.to(dtype).sum(dtype=wide), wide, tensor).to(dtype)
+    total = _total("sum()", tensor, of=lambda run: run.to(dtype).sum(dtype=wide), wide=wide)
+    return total.to(dtype)
 
 
 @HANDLERS.handles(aten.mean.default)
@@ -109,12 +114,7 @@ def _mean(
     dtype = dtype or tensor.dtype
     if not dtype.is_floating_point:
         raise RuntimeError(f"mean() needs a floating dtype, got {dtype}: pass dtype=")
-    return (_double_sum("mean()", tensor) / tensor._spec.numel).to(dtype)
-
-
-def _double_sum(operation: str, tensor: SpanTensor) -> torch.Tensor:
-    double = torch.float64
-    return _total(operation, lambda run: run.sum(dtype=double), double, tensor)
+    return (_total("mean()", tensor) / tensor._spec.numel).to(dtype)
 
 
 @HANDLERS.handles(aten.var.correction, aten.std.correction)
@@ -129,10 +129,8 @@ def _variance(
     """Two passes, as differences of large sums lose digits."""
     refuse_dims(func, tensor, dim, keepdim)
     numel = tensor._spec.numel
-    mean = _double_sum(str(func), tensor) / numel
-    squares = _total(
-        str(func), lambda run: (run.double() - mean).square().sum(), torch.float64, tensor
-    )
+    mean = _total(func, tensor) / numel
+    squares = _total(func, tensor, of=lambda run: (run.double() - mean).square().sum())
     variance = squares / max(numel - (1 if correction is None else correction), 0)
     result = variance.sqrt() if func is aten.std.correction else variance
     rounded: torch.Tensor = result.to(tensor.dtype)
@@ -145,14 +143,14 @@ def _dot(func: OpOverload, left: torch.Tensor, right: torch.Tensor) -> torch.Ten
         raise ValueError(f"{func}: both operands must be ShardedTensors")
     left._spec.must_match(right._spec, func)
     wide = _wide(left.dtype)
-    product = _total("dot()", lambda a, b: (a.to(wide) * b.to(wide)).sum(), wide, left, right)
-    return product.to(left.dtype)
+    products = partial(_total, "dot()", of=lambda a, b: (a.to(wide) * b.to(wide)).sum(), wide=wide)
+    return products(left, right).to(left.dtype)
 
 
 @HANDLERS.handles(aten.count_nonzero.default, aten.all.default, aten.any.default)
 def _count_nonzero(func: OpOverload, tensor: SpanTensor, dim: Any = None) -> torch.Tensor:
     refuse_dims(func, tensor, dim, False)
-    count = _total(str(func), torch.count_nonzero, torch.int64, tensor)
+    count = _total(func, tensor, of=torch.count_nonzero, wide=torch.int64)
     if func is aten.count_nonzero.default:
         return count
     return count == tensor._spec.numel if func is aten.all.default else count > 0
@@ -167,10 +165,8 @@ def _equal(func: OpOverload, left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape:
         return False
     left._spec.must_match(right._spec, "torch.equal")
-    unequal = _total(
-        "torch.equal", lambda a, b: int(not torch.equal(a, b)), torch.int64, left, right
-    )
-    return not unequal.item()
+    differing = partial(_total, of=lambda a, b: int(not torch.equal(a, b)), wide=torch.int64)
+    return not differing("torch.equal", left, right).item()
 
 
 @HANDLERS.handles(aten.allclose.default)
@@ -203,7 +199,7 @@ def _item(func: OpOverload, tensor: SpanTensor) -> Any:
         raise RuntimeError(f"a tensor of {tensor._spec.numel} elements is no Python scalar")
     wide = _wide(tensor.dtype)
     # Exactly one rank holds the element, the others add nothing.
-    value = _total("item()", lambda run: run.sum(dtype=wide), wide, tensor).item()
+    value = _total("item()", tensor, of=partial(torch.sum, dtype=wide), wide=wide).item()
     return bool(value) if tensor.dtype is torch.bool else value
 
 
@@ -246,7 +242,7 @@ class PNorm:
             shares = [each.pow(self.order).sum() for each in sizes]
         else:
             shares = list(map(torch.max if self.op == "max" else torch.min, sizes))
-        return functools.reduce(self.join, shares)
+        return reduce(self.join, shares)
 
     @property
     def join(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -7,12 +7,13 @@ with the table of who does what, if they differ. It is done at every call and no
 of its kind: a rank that has seen a call before would otherwise not answer one that has not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
 
-from lamina.collectives.transport.groups import group_size, where
+from lamina.collectives.transport.groups import where
+from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import route_for
 
 __all__ = [
@@ -23,7 +24,7 @@ __all__ = [
     "require_flat",
     "require_matching_splits",
     "require_same_device",
-    "rows_of_all",
+    "texts_of_all",
 ]
 
 _LENGTH = 256  # bytes of a call in words
@@ -80,7 +81,7 @@ def require_divisible(
     what: str, tensor: torch.Tensor, dim: int, group: ProcessGroup | None
 ) -> None:
     """Refuse, with a ValueError, a dimension that can't be cut into equal pieces."""
-    size = group_size(group)
+    size = lane_of(group).size
     if tensor.shape[dim] % size:
         raise ValueError(
             f"{what} {where(group)}: dimension {dim} of shape {tuple(tensor.shape)} has size "
@@ -100,11 +101,7 @@ def require_agreement(
     if group is None or group.size() == 1 or device.type == "meta":
         return
     mine = f"{call}({', '.join(f'{name}={value}' for name, value in facts.items())})"
-    encoded = mine.encode()[:_LENGTH].ljust(_LENGTH)
-    message = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
-    # Texts of one length, so that this message fits even where the calls do not.
-    rows = rows_of_all(message, group).tolist()
-    said = [bytes(row).decode(errors="replace").rstrip() for row in rows]
+    said = texts_of_all(mine, _LENGTH, [group], device)
     if len(set(said)) > 1:
         table = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(said))
         raise ValueError(
@@ -147,3 +144,15 @@ def rows_of_all(message: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     rows = message.new_empty(group.size() * message.numel())
     route_for(group, message.numel(), rows.numel(), message.device).gather(rows, message)()
     return rows.view(group.size(), -1)
+
+
+def texts_of_all(
+    text: str, length: int, groups: Iterable[ProcessGroup], device: torch.device
+) -> list[str]:
+    """Every rank's text, cut at `length` bytes; the first group is the innermost axis."""
+    # Texts of one length, so that this message fits even where what ranks call does not.
+    encoded = text.encode()[:length].ljust(length)
+    rows = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    for group in groups:
+        rows = rows_of_all(rows.view(-1), group)
+    return [bytes(row).decode(errors="replace").rstrip() for row in rows.view(-1, length).tolist()]

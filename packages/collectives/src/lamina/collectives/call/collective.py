@@ -55,9 +55,9 @@ from lamina.collectives.compat import (
     set_in_thread,
 )
 from lamina.collectives.transport.groups import served_by_gloo, where
-from lamina.collectives.transport.lanes import Call, Job, Lane, lane_of, lanes
+from lamina.collectives.transport.lanes import ALONE, Call, Job, Lane, lane_of, lanes
 from lamina.collectives.transport.transport import Completion
-from lamina.mesh.engine import Activity, Wait, host_runs, running_watchdog
+from lamina.mesh.engine import Activity, Wait, host_runs, live_group, running_watchdog
 
 __all__ = [
     "Collective",
@@ -164,7 +164,7 @@ def remove(recorder: Recorder) -> None:
 
 def issue(
     op: str,
-    lane: Lane | None,
+    lane: Lane,
     dtype: torch.dtype,
     nbytes: int,
     *,
@@ -173,12 +173,11 @@ def issue(
 ) -> Call:
     """Record the launch of a collective and return its `Call`.
 
-    `op` is the name of the public function, a lane of None is one rank alone, and this rank sends
-    `nbytes`. `between` says how many of them go to other hosts, from the ranks of the group on this
-    one; None where every other rank is sent as much. RuntimeError: this process is not the rank,
-    but a child that it forked.
+    `op` is the name of the public function, and this rank sends `nbytes`. `between` says how many
+    of them go to other hosts, from the ranks of the group on this one; None where every other rank
+    is sent as much. RuntimeError: this process is not the rank, but a child that it forked.
     """
-    if lane is not None and lane.worker.process != os.getpid():
+    if lane.size > 1 and lane.worker.process != os.getpid():
         # Its messages would mix with the rank's.
         raise RuntimeError(
             f"{op} along {lane.axis} in process {os.getpid()}, which was forked from rank "
@@ -188,11 +187,10 @@ def issue(
             "by multiprocessing's 'spawn' with groups of its own"
         )
     recorders = get_in_thread(_KEY) if is_in_thread(_KEY) else ()  # see Note [Who records]
-    axis, size = ("self", 1) if lane is None else (lane.axis, lane.size)
-    now, served = time.perf_counter_ns(), purpose.get()
-    call = Call(op, axis, size, dtype, nbytes, async_op, now, purpose=served)
+    now, served, size = time.perf_counter_ns(), purpose.get(), lane.size
+    call = Call(op, lane.axis, size, dtype, nbytes, async_op, now, purpose=served)
     call.is_recorded = bool(recorders)
-    if lane is not None and size > 1:
+    if size > 1:
         # The watchdog reads the lane's newest calls, but only a lane that has any.
         if not lane.newest and (watchdog := running_watchdog()) is not None:
             watchdog.watch(activity)
@@ -220,15 +218,15 @@ class DamagedMessageError(RuntimeError):
     """What a rank has sent is not what arrived, or not what was summed."""
 
 
-def raise_for(error: RuntimeError, call: Call, lane: Lane | None) -> NoReturn:
+def raise_for(error: RuntimeError, call: Call, lane: Lane) -> NoReturn:
     """Raise what a transport has raised, with the rank that is gone and why, if one is."""
-    group = None if lane is None else lane.ref()
+    group = None if lane.ref is None else lane.ref()
     if isinstance(error, DamagedMessageError):
         raise DamagedMessageError(f"{call.what()} {where(group)}: {error}") from error
     # The transport knows that a connection broke; the watchdog knows which process ended and why.
     watchdog = running_watchdog()
     lost = None
-    if watchdog is not None and lane is not None and not isinstance(error, PeerLostError):
+    if watchdog is not None and not isinstance(error, PeerLostError):
         lost = watchdog.cause(lane.ranks)
     if lost is None:
         raise error
@@ -279,7 +277,7 @@ class Handle:
         self._keep = keep  # see Note [Handles hold tensors until wait]
         self._pending = True
         self._job: Job | None = None
-        self._lane: Lane | None = None
+        self._lane = ALONE
         self._end: _EndOnDevice | None = None
 
     def wait(self) -> None:
@@ -407,8 +405,8 @@ class Collective:
         self, op: str, output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None
     ) -> None:
         lane = lane_of(group)
-        self.op, self._lane = op, None if lane is None or lane.size == 1 else lane
-        self.size, self.rank = (1, 0) if lane is None else (lane.size, lane.rank)
+        self.op, self._lane = op, lane if lane.size > 1 else ALONE
+        self.size, self.rank = lane.size, lane.rank
         require_flat(op, "output", output, group)
         require_flat(op, "input", input, group)
         self.device = require_same_device(op, group, output=output, input=input)
@@ -418,8 +416,7 @@ class Collective:
     @property
     def group(self) -> ProcessGroup | None:
         """The ranks, or None for a group of one; RuntimeError if the group is destroyed."""
-        lane = self._lane
-        return None if lane is None else lane.ref() or lane.ref.group  # which says so
+        return live_group(self._lane.ref)
 
     def _may_overlap(self, output: torch.Tensor, input: torch.Tensor) -> bool:
         """Whether two tensors that share memory do so in the one way that is allowed."""
@@ -468,14 +465,14 @@ class Collective:
 
 def launch(
     handle: AnyHandle,
-    lane: Lane | None,
+    lane: Lane,
     device: torch.device,
     begin: Callable[[], Completion],
 ) -> AnyHandle:
     """Run a collective and return its handle.
 
-    The handle holds the record, and the tensors that must outlive the collective. A lane of None is
-    one rank alone, which is never asynchronous. `begin` posts the messages without blocking and
+    The handle holds the record, and the tensors that must outlive the collective. One rank alone is
+    never asynchronous. `begin` posts the messages without blocking and
     returns what is left to do once they are under way (wait for them, sum, copy back), which an
     asynchronous call leaves to the lane.
     """

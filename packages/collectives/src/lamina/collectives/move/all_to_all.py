@@ -14,7 +14,7 @@ from lamina.collectives.call.checks import (
     require_same_device,
 )
 from lamina.collectives.call.collective import Handle, issue, launch
-from lamina.collectives.transport.groups import group_rank, group_size, where
+from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import exchange_rows
 
@@ -51,7 +51,8 @@ def all_to_all(
         >>> all_to_all(received, rows, None).wait()
     """
     name = "all_to_all"
-    rank = group_rank(group)
+    lane = lane_of(group)
+    rank = lane.rank
     device = require_same_device(name, group, output=output, input=input)
     _check_tensors(output, input, group)
     output, input = output.detach(), input.detach()
@@ -73,7 +74,6 @@ def all_to_all(
     def between(near: Sequence[int]) -> int:
         return (len(input) - sum(sends[each] for each in near)) * row_bytes
 
-    lane = lane_of(group)
     call = issue(name, lane, input.dtype, sent, between=between, async_op=async_op)
     # Only given splits can be uneven on another rank, which a backend then has to know.
     even = output_splits is None and input_splits is None
@@ -110,7 +110,7 @@ def row_splits(
     ValueError: not one count >= 0 per rank, rows that do not divide equally, or (with `add_up`)
     counts that do not add up to the rows of `tensor`.
     """
-    size, rows = group_size(group), tensor.shape[0]
+    size, rows = lane_of(group).size, tensor.shape[0]
     if splits is None:
         require_divisible("all-to-all", tensor, 0, group)
         return [rows // size] * size

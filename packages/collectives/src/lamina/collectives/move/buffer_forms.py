@@ -10,7 +10,8 @@ from lamina.collectives.call.collective import Handle, ReduceHandle
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.reduction.ordered import SumOp
 from lamina.collectives.reduction.reduce import ReductionName, reduction_class
-from lamina.collectives.transport.groups import group_rank, group_size, where
+from lamina.collectives.transport.groups import where
+from lamina.collectives.transport.lanes import lane_of
 
 __all__ = ["gather", "reduce"]
 
@@ -56,7 +57,7 @@ def gather(
             f"{buffer.placement} is Shard; use `buffer.data`"
         )
     for axis, ranks in zip(axes, groups, strict=True):
-        if (axis.size, axis.rank) != (group_size(ranks), group_rank(ranks)):
+        if (axis.size, axis.rank) != (lane_of(ranks).size, lane_of(ranks).rank):
             raise ValueError(
                 f"gather {where(ranks)}: axis {axis.name} has {axis.size} ranks, of which this is "
                 f"number {axis.rank}; pass that axis' group"
@@ -71,7 +72,7 @@ def gather(
     piece, handle = buffer.data, None
     for position, ranks in enumerate(groups):
         last = position == len(groups) - 1
-        length = piece.numel() * group_size(ranks)
+        length = piece.numel() * lane_of(ranks).size
         inner = _rank_over(groups[position + 1 :])
         run = whole[inner * length : (inner + 1) * length]
         handle = all_gather_into(run, piece, ranks, async_op=async_op and last)
@@ -117,7 +118,7 @@ def reduce(
     _require_partial(buffer, group)
     kind = reduction_class(reduction)
     source, target = buffer.data, _flat(destination)
-    scatter = group_size(group) > 1 and source.numel() == group_size(group) * target.numel()
+    scatter = lane_of(group).size > 1 and source.numel() == lane_of(group).size * target.numel()
     return kind(target, source, group, scatter=scatter, op=op).start(
         target, source, scale=scale, accumulate=accumulate, async_op=async_op
     )
@@ -131,14 +132,14 @@ def _rank_over(groups: Sequence[ProcessGroup | None]) -> int:
     """Place of this rank in the product of `groups`; the last one cuts first."""
     place = 0
     for ranks in reversed(groups):
-        place = place * group_size(ranks) + group_rank(ranks)
+        place = place * lane_of(ranks).size + lane_of(ranks).rank
     return place
 
 
 def _require_partial(buffer: FlatBuffer, group: ProcessGroup | None) -> None:
     pairs = zip(buffer.axes, buffer.placement, strict=True)
     partial = {axis.name: axis for axis, placement in pairs if isinstance(placement, Partial)}
-    place = (group_size(group), group_rank(group))
+    place = (lane_of(group).size, lane_of(group).rank)
     if not any((axis.size, axis.rank) == place for axis in partial.values()):
         raise ValueError(
             f"reduce {where(group)}: the buffer is Partial along "

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lamina.collectives.call.checks import rows_of_all
+from lamina.collectives.call.checks import texts_of_all
 from lamina.collectives.move.small import all_reduce_small, broadcast, host_device
 from lamina.collectives.transport.groups import backend_name
 from lamina.mesh.engine import GroupRef
@@ -149,12 +149,7 @@ class CommonFacts:
 
     def said(self, text: str) -> list[str]:
         """What each rank says, cut at 640 bytes (collective)."""
-        rows = torch.tensor(list(text.encode()[:_ROW].ljust(_ROW)), dtype=torch.uint8)
-        rows = rows.to(self._device)
-        for ref in self._refs:
-            rows = rows_of_all(rows.view(-1), ref.group)
-        texts = rows.view(-1, _ROW).tolist()
-        return [bytes(text).decode(errors="replace").rstrip() for text in texts]
+        return texts_of_all(text, _ROW, (ref.group for ref in self._refs), self._device)
 
     def _first(self, facts: Sequence[Fact]) -> list[Fact]:
         """The facts of the first rank on every axis."""

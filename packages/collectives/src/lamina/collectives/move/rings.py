@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from lamina.collectives.call.checks import require_disjoint, require_same_device
 from lamina.collectives.call.collective import Handle, Pending, issue, launch
 from lamina.collectives.compat import one_graph_break
-from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
+from lamina.collectives.transport.groups import served_by_gloo, where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Completion, end_of, exchange, nothing_left
 
@@ -62,7 +62,7 @@ def send_recv(
     Examples:
         >>> (received,) = send_recv([torch.ones(3)], None, shift=1).wait()
     """
-    size, rank = group_size(group), group_rank(group)
+    size, rank = lane_of(group).size, lane_of(group).rank
     sends = _sources(tensors, group)
     received = _destinations(sends, out, group)
     device = require_same_device(
@@ -124,7 +124,7 @@ def ring(
     the rank within the group that tensors come from, and the tensors. ValueError: a `shift` that
     would not reach all ranks, and what `send_recv` refuses.
     """
-    size, rank = group_size(group), group_rank(group)
+    size, rank = lane_of(group).size, lane_of(group).rank
     if math.gcd(shift, size) != 1:
         raise ValueError(
             f"ring {where(group)}: shift={shift} has the divisor {math.gcd(shift, size)} in common "
@@ -209,10 +209,10 @@ def _unless_near(peer: int, nbytes: int, near: Sequence[int]) -> int:
 
 
 def _check_message(name: str, tensor: torch.Tensor, group: ProcessGroup, peer: int) -> None:
-    if not 0 <= peer < group_size(group):
+    if not 0 <= peer < lane_of(group).size:
         raise ValueError(
             f"{name} {where(group)}: peer={peer} is not a rank of the group "
-            f"(0..{group_size(group) - 1}); it counts within the group"
+            f"(0..{lane_of(group).size - 1}); it counts within the group"
         )
     if not tensor.is_contiguous():
         raise ValueError(

@@ -20,7 +20,8 @@ from lamina.collectives.compat import one_graph_break
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.move.all_to_all import all_to_all, row_splits
 from lamina.collectives.reduction.reduce import ReductionName, reduction_class
-from lamina.collectives.transport.groups import group_size, where
+from lamina.collectives.transport.groups import where
+from lamina.collectives.transport.lanes import lane_of
 
 __all__ = ["start_all_gather", "start_all_reduce", "start_all_to_all", "start_reduce_scatter"]
 
@@ -38,7 +39,7 @@ def start_all_gather(
     they are concatenated, becomes N*n. Of one rank the result is the tensor itself. IndexError: no
     such dimension.
     """
-    size, dim = group_size(group), dimension("all-gather", tensor, dim)
+    size, dim = lane_of(group).size, dimension("all-gather", tensor, dim)
     if size == 1:
         return Pending(None, lambda: tensor)
     source = tensor.detach().contiguous()
@@ -68,7 +69,7 @@ def start_reduce_scatter(
     ValueError: it is not divisible by N, the dtype cannot be summed, or an unknown reduction.
     """
     kind = reduction_class(reduction)
-    size, dim = group_size(group), dimension("reduce-scatter", tensor, dim)
+    size, dim = lane_of(group).size, dimension("reduce-scatter", tensor, dim)
     if size == 1:
         return Pending(None, lambda: tensor)
     require_divisible("reduce-scatter", tensor, dim, group)
@@ -99,7 +100,7 @@ def start_all_reduce(
     summed, `in_place` with strides, or an unknown reduction.
     """
     kind = reduction_class(reduction)
-    if group_size(group) == 1:
+    if lane_of(group).size == 1:
         return Pending(None, lambda: tensor)
     if in_place and not tensor.is_contiguous():
         raise ValueError(
@@ -135,7 +136,7 @@ def start_all_to_all(
             f"all-to-all {where(group)}: the tensor needs a dimension of rows, got a 0-d tensor"
         )
     sends = row_splits("input_splits", input_splits, tensor, group)
-    alone = group_size(group) == 1
+    alone = lane_of(group).size == 1
     receives = row_splits("output_splits", output_splits, tensor, group, add_up=alone)
     if alone:
         return Pending(None, lambda: tensor)

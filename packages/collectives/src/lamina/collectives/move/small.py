@@ -14,7 +14,7 @@ from lamina.collectives.compat import one_graph_break
 from lamina.collectives.move.all_gather import AllGather
 from lamina.collectives.move.shaped import start_all_gather
 from lamina.collectives.reduction.summation import sum_rows
-from lamina.collectives.transport.groups import group_rank, group_size, where
+from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Completion, end_of, nothing_left
 from lamina.mesh.engine import group_ref, live_group
@@ -47,7 +47,8 @@ def broadcast(
     Raises:
         ValueError: a tensor with strides, or a source outside the group.
     """
-    lane, size = lane_of(group), group_size(group)
+    lane = lane_of(group)
+    size = lane.size
     if not 0 <= src < size:
         raise ValueError(
             f"broadcast {where(group)}: src={src} is not a rank of the group (0..{size - 1}); src "
@@ -63,7 +64,7 @@ def broadcast(
         require_agreement(
             "broadcast", group, tensor.device, dtype=tensor.dtype, shape=shape, src=src
         )
-    sent = (size - 1) * tensor.numel() * tensor.element_size() if group_rank(group) == src else 0
+    sent = (size - 1) * tensor.numel() * tensor.element_size() if lane.rank == src else 0
     call = issue("broadcast", lane, tensor.dtype, sent, async_op=async_op)
     # Bytes travel as bytes: backends know few dtypes (gloo neither fp8 nor uint16).
     payload = tensor.detach().view(-1).view(torch.uint8)
@@ -97,7 +98,8 @@ class SmallReduction:
             raise ValueError(
                 f"all_reduce_small {where(group)}: op must be one of {sorted(_BACKEND)}, not {op!r}"
             )
-        self._op, self._size, self._lane = op, group_size(group), lane_of(group)
+        self._op, self._lane = op, lane_of(group)
+        self._size = self._lane.size
         self._alone = not tensors or self._size == 1
         if self._alone:
             return
@@ -147,9 +149,8 @@ class SmallReduction:
         def start() -> Completion:
             if packed.is_meta or not packed.numel():
                 return nothing_left
-            assert self._lane is not None  # noqa: S101 - one rank alone has returned
-            group = self._lane.group
-            work = dist.all_reduce(packed, _BACKEND[self._op], group, async_op=True)
+            op = _BACKEND[self._op]
+            work = dist.all_reduce(packed, op, self._lane.group, async_op=True)
             return nothing_left if work is None else work.wait
 
         launch(Handle(call, (packed,)), self._lane, self._device, start)
@@ -239,7 +240,7 @@ class SpanGroups:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return math.prod(group_size(live_group(ref)) for ref in self._refs)
+        return math.prod(lane_of(live_group(ref)).size for ref in self._refs)
 
     def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max", "min"]) -> torch.Tensor:
         """Reduce a small tensor in place, inner axis first; integers and float64 as such."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives.call.collective import DamagedMessageError
-from lamina.collectives.transport.groups import group_rank
+from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Completion
 from lamina.mesh.engine import GroupRef, live_group
 
@@ -164,10 +164,6 @@ class Checksums(Cast):
         side.copy_(_checksums(values))
         codes.copy_(values)
 
-    def intact(self, codes: torch.Tensor, side: torch.Tensor) -> bool:
-        """Whether all blocks are what was encoded."""
-        return torch.equal(_checksums(codes), side)
-
 
 def _checksums(rows: torch.Tensor) -> torch.Tensor:
     """Of each row: int64, the sum of its 32-bit words modulo 2^32."""
@@ -235,7 +231,8 @@ class Wire:
         `items(piece)` for each. A piece that does not end with a block is filled with zeros.
         """
         codes, side = self._split(wire)
-        if piece % self.block:
+        whole = values
+        if values.numel() != codes.numel():
             # Each piece ends with a block of its own, so that it is decoded without the next one.
             full, rest = divmod(values.numel(), piece)
             whole = values.new_zeros(codes.numel())
@@ -243,11 +240,6 @@ class Wire:
             rows = whole[: full * width].view(full, width)
             rows[:, :piece].copy_(values[: full * piece].view(full, piece))
             whole[full * width :][:rest].copy_(values[full * piece :])
-        elif values.numel() == codes.numel():
-            whole = values
-        else:
-            whole = values.new_zeros(codes.numel())
-            whole[: values.numel()].copy_(values)
         self.codec.encode(whole.view(codes.shape), codes, side)
 
     def encoded(self, values: torch.Tensor, piece: int) -> torch.Tensor:
@@ -271,7 +263,7 @@ class Wire:
         """Note it in `damaged` if a run of blocks is not what a rank has encoded."""
         if isinstance(self.codec, Checksums):
             codes, side = self._split(wire)
-            if side is not None and not self.codec.intact(codes, side):
+            if side is not None and not torch.equal(_checksums(codes), side):
                 self.damaged.add(sender)
 
     def guarded(self, ends: Completion, ref: GroupRef | None) -> Completion:
@@ -286,11 +278,12 @@ class Wire:
                 group = live_group(ref)
                 known = [0] if group is None else dist.get_process_group_ranks(group)
                 senders = " and ".join(str(known[at]) for at in sorted(self.damaged))
+                here = known[lane_of(group).rank]
                 self.damaged.clear()
                 raise DamagedMessageError(
-                    f"what rank {senders} sent was not what was summed on rank "
-                    f"{known[group_rank(group)]}: a bit flipped in memory or on the way. Restore a "
-                    "checkpoint, and have the memory of both hosts tested"
+                    f"what rank {senders} sent was not what was summed on rank {here}: a bit "
+                    "flipped in memory or on the way. Restore a checkpoint, and have the memory of "
+                    "both hosts tested"
                 )
 
         return guarded

@@ -35,7 +35,7 @@ from lamina.collectives.call.collective import (
 from lamina.collectives.reduction.codec import Cast, GradientCodec, Wire
 from lamina.collectives.reduction.summation import Epilogue, sum_chunks
 from lamina.collectives.transport.gloo_exchange import bounds_of
-from lamina.collectives.transport.groups import group_size, served_by_gloo, where
+from lamina.collectives.transport.groups import served_by_gloo, where
 from lamina.collectives.transport.lanes import SumBuffers, lane_of
 from lamina.collectives.transport.transport import Chunks, Completion, route_for
 from lamina.mesh.engine import host_groups, host_runs
@@ -225,8 +225,7 @@ class _Exchange:
         device: torch.device,
     ) -> None:
         lane = lane_of(group)
-        self.wire, self.ref = wire, None if lane is None else lane.ref
-        self.size, rank = (1, 0) if lane is None else (lane.size, lane.rank)
+        self.wire, self.ref, self.size, rank = wire, lane.ref, lane.size, lane.rank
         self._piece, self._whole, self._items = piece, numel, items
         self.own = slice(*bounds_of(rank, piece, numel))
         self.numel = self.own.stop - self.own.start
@@ -239,7 +238,7 @@ class _Exchange:
         # See Note [Tags are drawn when a collective is called]. Only gloo's messages need them, and
         # tensors without data none: one rank may plan alone, and its tags stay the others'.
         self.next_tag: Callable[[], int | None] = repeat(None).__next__
-        if lane is not None and lane.size > 1 and served_by_gloo(group, device):
+        if lane.size > 1 and served_by_gloo(group, device):
             self.next_tag = partial(lane.next_tag, whole.tags)
         rows = self.size if self.route.needs_scratch else self.size - 1
         self.scratch = rows * wire.items(self.numel)
@@ -313,7 +312,7 @@ def bytes_received(
     memory hold the window that all sums share. `wire` is the dtype of the input, of equally many
     elements for each rank; `message_bytes` and `scatter` are those of `Reduction`.
     """
-    size, how = group_size(group), Wire(codec or Cast(wire))
+    size, how = lane_of(group).size, Wire(codec or Cast(wire))
     if group is None or size == 1:
         return 0
     coded = not how.plain or how.dtype != wire
@@ -384,7 +383,7 @@ class OrderedReduction(Reduction):
         self._padded = self._piece * self.size if even or hosts else self._numel
         full, rest = divmod(self._padded, max(self._piece, 1))
         self._wire_total = full * wire.items(self._piece) + wire.items(rest)
-        if hosts is not None and self._lane is not None and not self._lane.willing:
+        if hosts is not None and not self._lane.willing:
             for each in hosts:
                 lane_of(each).keep_to_messages()
         self._exchanges = self._exchanges_of(self._piece, self._padded, self._wire_total, hosts)
@@ -488,7 +487,7 @@ class OrderedReduction(Reduction):
         """Post the first messages; what is left to do is to sum what comes, and to gather."""
         chunks = self._post(task, 0)
         # Gathers take the way back: what is complete between hosts is spread inside them.
-        gathers = [] if self.scatter or self._lane is None else self._exchanges[::-1]
+        gathers = [] if self.scatter or self.size == 1 else self._exchanges[::-1]
         if len(self._slices) == 1:  # slices are a backend's, which needs no tags
             # See Note [Tags are drawn when a collective is called].
             task.tags = iter([each.next_tag() for each in (*self._exchanges[1:], *gathers)])
@@ -518,7 +517,7 @@ class OrderedReduction(Reduction):
     def _complete(self, task: _OrderedSum, chunks: Chunks) -> None:
         """Sum each slice while the next one flies; gather the sums, if all ranks want them."""
         epilogue, gathered = task.epilogue, task.gathered
-        if self.scatter or self._lane is None:
+        if self.scatter or self.size == 1:
             self._sum_slices(task, chunks, task.output, epilogue)
             return
         # What is added to an output is measured as it is stored, by `_store`.
@@ -564,7 +563,7 @@ class OrderedReduction(Reduction):
 
     def _sum(self, chunks: Chunks, output: torch.Tensor, epilogue: Epilogue, wire: Wire) -> None:
         """Wait for all chunks and sum them; afterwards all ranks may reuse what they sent."""
-        kept = [] if self._lane is None else self._lane.scratch_pool.sum_buffers
+        kept = [] if self.size == 1 else self._lane.scratch_pool.sum_buffers
         try:
             buffers = kept.pop()
         except IndexError:  # as many sums run at once as never before

@@ -8,29 +8,11 @@ from torch.distributed.constants import default_pg_timeout
 
 __all__ = [
     "backend_name",
-    "group_rank",
-    "group_size",
     "no_group",
     "served_by_gloo",
     "timeout_of",
     "where",
 ]
-
-
-def group_size(group: ProcessGroup | None) -> int:
-    """Number of ranks in `group`; None is a group of one. TypeError if it is no process group."""
-    try:
-        return 1 if group is None else group.size()
-    except (AttributeError, TypeError):
-        raise no_group(group) from None
-
-
-def group_rank(group: ProcessGroup | None) -> int:
-    """This rank's number in `group`; TypeError if it is no process group."""
-    try:
-        return 0 if group is None else group.rank()
-    except (AttributeError, TypeError):
-        raise no_group(group) from None
 
 
 def no_group(given: object) -> TypeError:

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -37,9 +37,10 @@ from torch.distributed import ProcessGroup
 from lamina.collectives.compat import has_ended
 from lamina.collectives.transport.groups import no_group
 from lamina.collectives.transport.shared_host import HostPeer, find_host_peers
-from lamina.mesh.engine import GroupRef, ends_with_groups, ranks_of
+from lamina.mesh.engine import ends_with_groups, group_ref, ranks_of
 
 __all__ = [
+    "ALONE",
     "Call",
     "Job",
     "Lane",
@@ -314,15 +315,18 @@ class ScratchPool:
 
 
 class Lane:
-    """State of one process group on this rank; made on first use, dropped with the group."""
+    """State of one process group on this rank; made on first use, dropped with the group.
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.ref = GroupRef(group)
-        """The group; a lane does not hold it."""
-        self.size, self.rank = group.size(), group.rank()
-        self.axis = str(group.group_desc)
+    Where `group` is None it is that of one rank alone, which has nobody to talk to.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.ref = group_ref(group)
+        """The group; a lane does not hold it. A call costs less than `group`."""
+        self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
+        self.axis = "self" if group is None else str(group.group_desc)
         """Its description, which names the mesh axis."""
-        self.ranks = tuple(ranks_of(group) or ())
+        self.ranks = () if group is None else tuple(ranks_of(group) or ())
         """Its members, if torch.distributed has made it."""
         self._lock = threading.Lock()
         self.worker = Worker()
@@ -342,6 +346,7 @@ class Lane:
     @property
     def group(self) -> ProcessGroup:
         """The group; RuntimeError if it is destroyed."""
+        assert self.ref is not None  # noqa: S101 - one rank alone exchanges nothing
         return self.ref() or self.ref.group  # which says so
 
     def next_tag(self, count: int = 1) -> int:
@@ -388,27 +393,23 @@ _lanes: dict[weakref.ref[ProcessGroup], Lane] = {}
 _lanes_lock = threading.Lock()
 
 
-def _drop(gone: weakref.ref[ProcessGroup]) -> None:
-    _lanes.pop(gone, None)
+ALONE = Lane(None)
+"""The lane of a group of one rank."""
 
 
-@overload
-def lane_of(group: ProcessGroup) -> Lane: ...
-@overload
-def lane_of(group: ProcessGroup | None) -> Lane | None: ...
-def lane_of(group: ProcessGroup | None) -> Lane | None:
+def lane_of(group: ProcessGroup | None) -> Lane:
     """Return the lane of `group`: one per group and process, which dies with the group.
 
-    A group of one rank alone, None, has none. TypeError: it is no process group.
+    None is a group of one rank. TypeError: it is no process group.
     """
     if group is None:
-        return None
+        return ALONE
     try:
         if (lane := _lanes.get(weakref.ref(group))) is not None:
             return lane
         with _lanes_lock:  # two threads may come with a new group
             lane = _lanes.get(weakref.ref(group)) or Lane(group)
-            _lanes[weakref.ref(group, _drop)] = lane
+            _lanes[weakref.ref(group, lambda gone: _lanes.pop(gone, None))] = lane
     except (AttributeError, TypeError):
         raise no_group(group) from None
     ends_with_groups(lane, Lane.finish)

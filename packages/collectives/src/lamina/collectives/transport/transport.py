@@ -166,8 +166,10 @@ class _BackendRoute:
 
     def __init__(self, group: ProcessGroup, piece: int, total: int, device: torch.device) -> None:
         self._ref, self._size, self._rank = GroupRef(group), group.size(), group.rank()
-        self._piece, self._total, self._device = piece, total, device
-        self._by_backend = not served_by_gloo(group, device)
+        self._device, self._by_backend = device, not served_by_gloo(group, device)
+        bounds = (bounds_of(at, piece, total) for at in range(self._size))
+        self._lengths = [stop - start for start, stop in bounds]
+        self._room = [self._lengths[self._rank]] * self._size
 
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
@@ -175,7 +177,7 @@ class _BackendRoute:
         if self._by_backend:
             work = all_gather_single(output, input, self._ref.group, async_op=True)
             return end_of(work)
-        pieces = self._cut(output)
+        pieces = list(enumerate(torch.split(output, self._lengths)))
         sends = [(peer, input) for peer, _ in pieces]
         complete = exchange(sends, pieces, self._ref.group, self._device, tag)
         _, own = pieces[self._rank]
@@ -188,20 +190,10 @@ class _BackendRoute:
     ) -> Chunks:
         """By the backend's all-to-all, or by messages through the host; into `scratch`."""
         assert scratch is not None  # noqa: S101 - the caller asks `needs_scratch`
-        group, size, rank = self._ref.group, self._size, self._rank
-        if self._by_backend:
-            received = scratch[: self._total]
-            work = dist.all_to_all_single(received, input, group=group, async_op=True)
-            return _Rows(received.view(size, -1), end_of(work))
-        sends = self._cut(input)
-        rows = scratch[: size * sends[rank][1].numel()].view(size, -1)
-        rows[rank].copy_(sends[rank][1])
-        receives = list(enumerate(rows))
-        return _Rows(rows, exchange(sends, receives, group, self._device, tag))
-
-    def _cut(self, whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        bounds = (bounds_of(at, self._piece, self._total) for at in range(self._size))
-        return [(peer, whole[start:stop]) for peer, (start, stop) in enumerate(bounds)]
+        group, rows = self._ref.group, scratch[: self._size * self._room[0]]
+        # A backend is given equal pieces, so that it need not be told their lengths.
+        ends = exchange_rows(rows, input, self._room, self._lengths, group, even=True, tag=tag)
+        return _Rows(rows.view(self._size, -1), ends)
 
 
 Pairs: TypeAlias = Sequence[tuple[int, torch.Tensor]]
@@ -242,24 +234,26 @@ def exchange_rows(
     group: ProcessGroup | None,
     *,
     even: bool,
+    tag: int | None = None,
 ) -> Completion:
     """Send run i of the rows of `input` to rank i; what rank i sends becomes run i of `output`.
 
     Runs have `sends[i]` and `receives[i]` rows. Both tensors are contiguous. If all these counts
-    are equal (`even`), a backend need not be told.
+    are equal (`even`), a backend need not be told. For the tag see `Route.gather`.
     """
     if group is None or group.size() == 1 or input.is_meta:
         output.copy_(input)
         return nothing_left
     if not served_by_gloo(group, input.device):
-        incoming, outgoing = (None, None) if even else (list(receives), list(sends))
-        work = dist.all_to_all_single(output, input, incoming, outgoing, group, async_op=True)
+        splits = (None, None) if even else (list(receives), list(sends))
+        tensors = output, input, splits[0], splits[1]
+        work = dist.all_to_all_single(*tensors, group=group, async_op=True)
         return end_of(work)
     # The own run is copied beside the messages, which do not bring it.
-    rows, room = torch.split(input, list(sends)), torch.split(output, list(receives))
-    pairs = list(enumerate(rows)), list(enumerate(room))
-    complete = exchange(*pairs, group, input.device)
-    room[group.rank()].copy_(rows[group.rank()])
+    runs, room = torch.split(input, list(sends)), torch.split(output, list(receives))
+    pairs = list(enumerate(runs)), list(enumerate(room))
+    complete = exchange(*pairs, group, input.device, tag)
+    room[group.rank()].copy_(runs[group.rank()])
     return complete
 
 

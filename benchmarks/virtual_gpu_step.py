@@ -270,18 +270,33 @@ def recompute(model: Llama) -> None:
 Engine = tuple[nn.Module, torch.optim.Optimizer]
 
 
+@dataclass(frozen=True)
+class Place:
+    """How many ranks there are, of which `tp` share a tensor, and how many copies of the shards."""
+
+    world: int
+    tp: int = 1
+    copies: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Ranks along copies, shards and tp."""
+        return self.copies, self.world // self.copies // self.tp, self.tp
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of all rows."""
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def fsdp2(model: Llama, world: int, tp: int, settings: dict[str, object]) -> Engine:
+def fsdp2(model: Llama, place: Place, settings: dict[str, object]) -> Engine:
     """Torch's own, as torchtitan's recipe uses it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = dist.init_device_mesh("cuda", (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    names = ("copies", "dp", "tp")
+    mesh = dist.init_device_mesh("cuda", place.sizes, mesh_dim_names=names)
     how = {
-        "mesh": mesh["dp"],
+        "mesh": mesh["dp"] if place.copies == 1 else mesh["copies", "dp"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32),
     }
     fully_shard(model.embedding, **how)
@@ -293,7 +308,7 @@ def fsdp2(model: Llama, world: int, tp: int, settings: dict[str, object]) -> Eng
     return model, adamw(model)
 
 
-def lamina(model: Llama, world: int, tp: int, settings: dict[str, object], strategy: int) -> Engine:
+def lamina(model: Llama, place: Place, settings: dict[str, object], strategy: int) -> Engine:
     """`lamina.fsdp.fully_shard` with a strategy."""
     from lamina.fsdp import MixedPrecisionPolicy, fully_shard
     from lamina.mesh import ParallelLayout
@@ -302,11 +317,11 @@ def lamina(model: Llama, world: int, tp: int, settings: dict[str, object], strat
         param_dtype=bf16, main_params_dtype=fp32, main_grads_dtype=fp32, grad_comm_dtype=fp32
     )
     how = {"zero_dp_strategy": strategy, "mixed_precision_policy": policy, **settings}
-    mesh = ParallelLayout(tp=tp).build("cuda")
+    mesh = ParallelLayout(dp_replicate=place.copies, tp=place.tp).build("cuda")
     return fully_shard(model, adamw(model), device_mesh=mesh, **how)
 
 
-def lamina_ddp(model: Llama, world: int, tp: int, settings: dict[str, object]) -> Engine:
+def lamina_ddp(model: Llama, place: Place, settings: dict[str, object]) -> Engine:
     """`lamina.ddp.DistributedDataParallel` over fp32 weights."""
     from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig
     from lamina.mesh import ParallelLayout
@@ -318,7 +333,7 @@ def lamina_ddp(model: Llama, world: int, tp: int, settings: dict[str, object]) -
     return wrapped, adamw(wrapped)
 
 
-def torch_ddp(model: Llama, world: int, tp: int, settings: dict[str, object]) -> Engine:
+def torch_ddp(model: Llama, place: Place, settings: dict[str, object]) -> Engine:
     """Torch's DistributedDataParallel, for the row above."""
     model = model.to_empty(device="cuda")
     wrapped = nn.parallel.DistributedDataParallel(
@@ -327,7 +342,7 @@ def torch_ddp(model: Llama, world: int, tp: int, settings: dict[str, object]) ->
     return wrapped, adamw(wrapped)
 
 
-def megatron_fsdp(model: Llama, world: int, tp: int, settings: dict[str, object]) -> Engine:
+def megatron_fsdp(model: Llama, place: Place, settings: dict[str, object]) -> Engine:
     """NVIDIA's Megatron-FSDP from PyPI."""
     import megatron_fsdp.param_and_grad_buffer as buffers
     import megatron_fsdp.uneven_dtensor as uneven
@@ -342,18 +357,18 @@ def megatron_fsdp(model: Llama, world: int, tp: int, settings: dict[str, object]
     )
     return fully_shard(
         model, adamw(model), mixed_precision_policy=policy,
-        device_mesh=dist.init_device_mesh("cuda", (world // tp, tp), mesh_dim_names=("dp", "tp")),
+        device_mesh=dist.init_device_mesh("cuda", place.sizes[1:], mesh_dim_names=("dp", "tp")),
         dp_shard_dim="dp", tp_dim="tp", fsdp_unit_modules=[Block], zero_dp_strategy=3,
         init_model_with_meta_device=True, **settings,
     )  # fmt: skip
 
 
-Maker = Callable[[Llama, int, int, dict[str, object]], Engine]
+Maker = Callable[[Llama, Place, dict[str, object]], Engine]
 
 
 def strategy(number: int) -> Maker:
     """Return a row of Lamina's `fully_shard`."""
-    return lambda model, world, tp, settings: lamina(model, world, tp, settings, number)
+    return lambda model, place, settings: lamina(model, place, settings, number)
 
 
 ENGINES: dict[str, Maker] = {
@@ -442,9 +457,8 @@ def measure(words: argparse.Namespace) -> dict[str, object]:
     if words.recompute:
         recompute(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine, optimizer = ENGINES[words.engine](
-        model, words.world, words.tp, json.loads(words.settings)
-    )
+    place = Place(words.world, words.tp, words.copies)
+    engine, optimizer = ENGINES[words.engine](model, place, json.loads(words.settings))
     ids = torch.zeros(words.batch, size.tokens + 1, dtype=torch.long, device="cuda")
     loss_hook: list[Callable[[torch.Tensor], None]] = []
     plain = words.engine.endswith("ddp")
@@ -484,6 +498,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--copies", type=int, default=1, help="of the shards: HSDP")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--settings", default="{}", help="further arguments of the engine, as JSON")
@@ -502,7 +517,7 @@ def main() -> None:
     backend = "cpu:fake,cuda:nccl"
     # A group that is bound to a device makes others by splitting, and NCCL's stand-in does not know
     # how many ranks a part has.
-    bound = torch.device("cuda:0") if words.tp == 1 else None
+    bound = torch.device("cuda:0") if words.tp == words.copies == 1 else None
     dist.init_process_group(
         backend, store=dist.HashStore(), rank=0, world_size=words.world, device_id=bound
     )

@@ -245,7 +245,7 @@ class RawBlock(nn.Module):
 
 
 def test_repeated_modules_without_submodules_are_units_but_torchs_own_are_not():
-    raw = nn.Sequential(nn.Linear(5, 17), *(RawBlock() for _ in range(3)))
+    raw = nn.Sequential(nn.Linear(3, 17), *(RawBlock() for _ in range(3)))
     assert [plan.name for plan in plan_units(raw, None)] == ["", "1", "2", "3"]
     plain = nn.Sequential(nn.Linear(5, 17), nn.Linear(17, 17), nn.Linear(17, 3))
     assert [plan.name for plan in plan_units(plain, None)] == [""]
@@ -272,7 +272,7 @@ class InLists(OddNet):
 @pytest.mark.ranks(2)
 def test_containers_that_are_never_called_are_no_units(ranks):
     found = [plan.name for plan in plan_units(build(InLists), None)]
-    assert found == ["", *(f"blocks.{b}.{part}" for b in range(3) for part in range(2))]
+    assert found == ["", *(f"blocks.{b}.{part}" for b in range(3) for part in range(2)), "enter"]
     with pytest.raises(ValueError, match=r"blocks is a ModuleList, which has no forward"):
         plan_units(build(InLists), [nn.ModuleList])
     with pytest.raises(ValueError, match="the module is a ModuleList"):
@@ -336,3 +336,20 @@ def test_large_embeddings_and_heads_are_units_of_their_own(ranks):
         tokens_loss(past, ranks.rank, 0)
     named = fully_shard(Ends(reads_past=True), fsdp_unit_modules=[Block])
     tokens_loss(named, ranks.rank, 0).backward()
+
+
+@pytest.mark.parametrize("rows", [20, 40, 60, 80])
+def test_what_the_roots_unit_holds_through_the_step_is_less_than_half_a_block(rows):
+    """An embedding and a head of `rows`, beside blocks of 128 rows."""
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(2)]
+    model = nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(rows, 32),
+            "blocks": nn.ModuleList(blocks),
+            "head": nn.Linear(32, rows, bias=False),
+        }
+    )
+    root, *units = plan_units(model, None)
+    sizes = [sum(ref.parameter.numel() for ref in unit.refs) for unit in (root, *units)]
+    assert sizes[0] < sum(p.numel() for p in blocks[0].parameters()) / 2
+    assert sum(sizes) == sum(p.numel() for p in model.parameters())

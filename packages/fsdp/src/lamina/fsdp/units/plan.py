@@ -60,7 +60,7 @@ def plan_units(
     Args:
         root: the whole model.
         unit_classes: classes (or import strings) of the modules that become units; None finds
-            repeated blocks, and embeddings and heads of at least half a block's size.
+            repeated blocks, and embeddings and heads of at least a quarter of a block's size.
 
     Raises:
         ValueError: if classes are given and the model has no module of any of them, or has a
@@ -134,8 +134,9 @@ def _find_units(root: nn.Module) -> list[str]:
                     blocks.extend(same)
     if not blocks:
         return []
-    # An embedding or a head as large as half a block would make the root's unit the largest.
-    threshold = statistics.median(_size(root.get_submodule(block)) for block in blocks) / 2
+    # The root's unit is whole, and its gradients are, for as long as the step lasts. An embedding
+    # and a head of a quarter each would add half a block to the peak of memory.
+    threshold = statistics.median(_size(root.get_submodule(block)) for block in blocks) / 4
     leaves = [
         name
         for name, module in root.named_modules()

@@ -69,7 +69,7 @@ class Server:
             if isinstance(request, DeviceCount):
                 send(self.control, self.device_count())
             else:
-                with _gpu_lock(request):
+                with gpus_alone(request):
                     send(self.control, self.run(request))
 
     def device_count(self) -> int:
@@ -154,7 +154,7 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _gpu_lock(job: Job) -> Iterator[None]:
+def gpus_alone(job: Job) -> Iterator[None]:
     # Workers of pytest-xdist have a server each, but the GPUs are there only once.
     if job.device != "cuda":
         yield
@@ -162,7 +162,12 @@ def _gpu_lock(job: Job) -> Iterator[None]:
     path = Path(tempfile.gettempdir()) / f"lamina-testing-gpu-{os.getuid()}.lock"
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            # Closing the file is not enough. Ranks that were forked meanwhile have it open too, and
+            # those that wait for their next job would lock this server out for ever.
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def preload(names: list[str]) -> None:

@@ -1,0 +1,24 @@
+"""What the fork server keeps from one job to the next."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+from lamina_testing.server import gpus_alone
+
+
+def test_ranks_that_wait_for_their_next_job_do_not_keep_the_gpus_locked(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with gpus_alone(SimpleNamespace(device="cuda")):
+        (lock,) = tmp_path.iterdir()
+        # A rank that is forked now has the file open too, as this copy of its descriptor has.
+        files = ((int(path.name), path) for path in Path("/proc/self/fd").iterdir())
+        ours = next(n for n, path in files if path.exists() and path.samefile(lock))
+        of_a_rank = os.dup(ours)
+    with lock.open("w") as of_the_next_job:
+        fcntl.flock(of_the_next_job, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(of_a_rank)

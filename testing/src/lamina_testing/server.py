@@ -155,7 +155,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def gpus_alone(job: Job) -> Iterator[None]:
-    # Workers of pytest-xdist have a server each, but the GPUs are there only once.
+    """Wait for the GPUs, which are there once, where workers of pytest-xdist have a server each."""
     if job.device != "cuda":
         yield
         return

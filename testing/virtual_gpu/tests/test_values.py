@@ -11,7 +11,7 @@ import pytest
 
 SUITE = """
 import torch
-from elsewhere import given
+from elsewhere import cut, given
 
 def double(x):
     return x * 2
@@ -50,7 +50,14 @@ def test_shape():
     assert tuple(torch.ones(3, device="cuda").shape) == (4,)
 
 def test_an_error_of_the_program():
+    torch.ones(3, device="cuda").sum().item()
     double(None)
+
+def test_an_error_of_the_program_from_values():
+    cut(torch.ones(3, device="cuda"))
+
+def test_the_same_function_where_it_reads_nothing():
+    cut(torch.ones(3, device="cuda"), [1, 1])
 """
 
 # pytest leaves its asserts as they are.
@@ -58,6 +65,9 @@ ELSEWHERE = """
 def given(x):
     assert x.sum().item() == 6
     return x
+
+def cut(x, sizes=None):
+    return x.split(sizes or x.add(0).int().tolist())
 """
 
 
@@ -90,6 +100,8 @@ def test_only_asserts_about_values_are_passed_over(outcomes):
         "test_launches": "FAILED",
         "test_shape": "FAILED",
         "test_an_error_of_the_program": "FAILED",
+        "test_an_error_of_the_program_from_values": "SKIPPED",
+        "test_the_same_function_where_it_reads_nothing": "FAILED",
     }
     # The byte code of one mode is not taken for the other's.
     assert set(outcomes(VGPU_VALUES="").values()) == {"FAILED"}

@@ -31,6 +31,10 @@ def around_torch(module: Any) -> Iterator[None]:
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         ctypes.CDLL(str(LIBRARY_FOLDER / name), mode=ctypes.RTLD_GLOBAL)
     yield
+    if os.environ.get("VGPU_VALUES") == "unknown":
+        from lamina_virtual_gpu.values import watch_reads
+
+        watch_reads()
     module._C._set_cudnn_enabled(False)
     module._C._set_sdp_use_cudnn(False)
     show_what_the_host_sees(module)

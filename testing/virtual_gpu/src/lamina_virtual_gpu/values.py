@@ -1,8 +1,9 @@
 """No arithmetic: what a test says of values that the device would have computed is left out.
 
-`VGPU_VALUES=unknown` switches it on for pytest. An assert that fails is passed over, and counted,
-if it read a number from a device, or if it is about tensors or floats. All other asserts count:
-errors, memory, addresses, launches, waits, order.
+`VGPU_VALUES=unknown` switches it on for pytest. An assert that fails is passed over if it read a
+number from a device, or if it is about tensors or floats. All other asserts count: errors, memory,
+addresses, launches, waits, order. An error of the program counts, unless it came out of a call that
+had read a number from a device: sizes that were never computed fit nothing.
 """
 
 # Note [Asserts about values]
@@ -15,20 +16,29 @@ errors, memory, addresses, launches, waits, order.
 #   Such an assert compares what was brought to the host earlier.
 # The body of a test is put into `try` as well, because a helper's result may have to be there for
 # the test to go on. Such a test is skipped from there. `torch.testing` compares all but the values.
+#
+# Note [Errors from values]
+#
+# A program may steer by numbers of the device: a router's counts, the places of a token. They are
+# zeros here, and the program stops at sizes that do not add up. The device tells of each read, and
+# the functions that run then are noted, the test's own aside. A test is skipped from where an error
+# came out of one of those.
 
 from __future__ import annotations
 
 import ast
+import atexit
 import ctypes
 import functools
 import linecache
-from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from lamina_virtual_gpu.activate import LIBRARY_FOLDER
 
-__all__ = ["judge", "judge_test", "reads", "rewriting"]
+__all__ = ["begin_test", "judge", "judge_test", "reads", "rewriting", "watch_reads"]
 
 MODULE, BEFORE, ERROR = "@virtual_gpu_values", "@virtual_gpu_before", "@virtual_gpu_error"
 SEARCHED = 200  # entries of a collection that are looked at
@@ -46,19 +56,60 @@ def reads() -> int:
     return int(_library().vgpu_reads())
 
 
+# The calls that have read from a device since the test began, by their frames' addresses: a frame
+# that was kept would keep its tensors, and tests count memory. A test's frame has nothing of this.
+_readers: set[tuple[int, CodeType]] = set()
+
+
+@functools.cache
+def _note_readers() -> Any:
+    def note() -> None:
+        frame = sys._getframe().f_back
+        while frame is not None:
+            _readers.add((id(frame), frame.f_code))
+            frame = frame.f_back
+
+    return ctypes.CFUNCTYPE(None)(note)
+
+
+def watch_reads() -> None:
+    """Have the device tell of each read, until the interpreter ends."""
+    _library().vgpu_on_read(_note_readers())
+    atexit.register(_library().vgpu_on_read, None)
+
+
+def begin_test() -> None:
+    """Forget the calls of the test before."""
+    _readers.clear()
+
+
 def judge(error: AssertionError, before: int) -> None:
     """Pass over an assert about values; raise any other error again."""
     if reads() == before and not about_values(error.__traceback__):
         raise error
 
 
-def judge_test(error: AssertionError) -> None:
-    """End a test at an assert about values; raise any other error again."""
-    if not about_values(error.__traceback__):
+def judge_test(error: Exception) -> None:
+    """End a test at an error that may come from values; raise any other again."""
+    of_values = isinstance(error, AssertionError) and about_values(error.__traceback__)
+    if not of_values and not any(map(has_read, program_frames(error.__traceback__))):
         raise error
     import pytest
 
     pytest.skip("no arithmetic: the rest of the test depends on values")
+
+
+def has_read(frame: FrameType) -> bool:
+    """Whether a call, or one that it made, has read from a device."""
+    return (id(frame), frame.f_code) in _readers
+
+
+def program_frames(traceback: TracebackType | None) -> Iterator[FrameType]:
+    """Yield the calls that an error came out of, tests' own left out."""
+    while traceback is not None:
+        if MODULE not in traceback.tb_frame.f_globals:
+            yield traceback.tb_frame
+        traceback = traceback.tb_next
 
 
 def about_values(traceback: TracebackType | None) -> bool:
@@ -144,9 +195,9 @@ def call(name: str, *arguments: str) -> ast.Expr:
     return ast.Expr(ast.Call(function, [ast.Name(word, ast.Load()) for word in arguments], []))
 
 
-def tried(body: list[ast.stmt], judgement: ast.Expr) -> ast.Try:
-    """Return `try: BODY except AssertionError as error: JUDGEMENT`."""
-    handler = ast.ExceptHandler(ast.Name("AssertionError", ast.Load()), ERROR, [judgement])
+def tried(body: list[ast.stmt], errors: str, judgement: ast.Expr) -> ast.Try:
+    """Return `try: BODY except ERRORS as error: JUDGEMENT`."""
+    handler = ast.ExceptHandler(ast.Name(errors, ast.Load()), ERROR, [judgement])
     return ast.Try(body, [handler], [], [])
 
 
@@ -156,7 +207,8 @@ class Guard(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
         if node.name.startswith("test_"):
-            node.body = [tried(node.body, call("judge_test", ERROR))]
+            body = [call("begin_test"), *node.body]
+            node.body = [tried(body, "Exception", call("judge_test", ERROR))]
         located(node, node)
         return node
 
@@ -175,7 +227,7 @@ class Guard(ast.NodeTransformer):
     def guarded(self, node: ast.stmt) -> list[ast.stmt]:
         """Return the statement in a `try`, after a note of how much was read so far."""
         note = ast.Assign([ast.Name(BEFORE, ast.Store())], call("reads").value)
-        after = tried([node], call("judge", ERROR, BEFORE))
+        after = tried([node], "AssertionError", call("judge", ERROR, BEFORE))
         located(note, node)
         located(after, node)
         return [note, after]

@@ -247,12 +247,15 @@ EXPORT unsigned long long vgpu_reads() {
   return reads_of_devices;
 }
 
+static void (*on_read)() = nullptr;
+EXPORT void vgpu_on_read(void (*act)()) { on_read = act; }
+
 static bool on_device(Allocation *at) { return at && (at->kind == Kind::device || at->kind == Kind::reserved); }
 
 static int copy(void *to, const void *from, size_t bytes, Stream *stream, bool waits, const char *call) {
   double end;
   std::string what;
-  bool pageable;
+  bool pageable, read;
   {
     LOCKED;
     Allocation *target = allocation_at(to), *source = allocation_at(from);
@@ -267,12 +270,14 @@ static int copy(void *to, const void *from, size_t bytes, Stream *stream, bool w
     }
     Count &count = record().copies[what];
     count.times++, count.amount += (double)bytes;
-    reads_of_devices += out_of && !into;
+    read = out_of && !into;
+    reads_of_devices += read;
     host_spends(settings().call + settings().launch);
     bool inside = into && out_of;
     if (bytes <= (inside ? settings().largest_device_copy : settings().largest_copy)) memmove(to, from, bytes);
     end = enqueue(stream, (inside ? 2 * (double)bytes / settings().memory_rate : (double)bytes / settings().host_rate) + 1.5e-6);
   }
+  if (read && on_read) on_read();
   if (waits || pageable) host_wait((std::string(call) + " " + what).c_str(), end);
   return kSuccess;
 }

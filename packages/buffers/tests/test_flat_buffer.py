@@ -23,7 +23,7 @@ from lamina.buffers import (
 from lamina.buffers.engine import PlainAxis
 from lamina.mesh import ParallelLayout
 from lamina.mesh.engine import mesh_axis
-from lamina_testing import live_bytes
+from lamina_testing import device_type, live_bytes
 
 SHAPES = st.one_of(
     st.just(()),
@@ -194,14 +194,14 @@ def test_partial_buffers_give_no_sharded_tensors():
 @pytest.mark.ranks(4)
 def test_axes_come_from_any_mesh_by_place(ranks):
     layout = BufferLayout.plan([TensorSpec("w", (8,))], 4, alignment=1)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "inner"))
     o, i = divmod(ranks.rank, 2)
     buffer = FlatBuffer(layout, (Shard(), Shard()), mesh=mesh)
     assert [axis.name for axis in buffer.axes] == ["outer", "inner"]
     assert buffer.range[0] == (i * 2 + o) * layout.shard_size
     with pytest.raises(ValueError, match="1 axes, the DeviceMesh has 2"):
         FlatBuffer(layout, Shard(), mesh=mesh)
-    parallel = ParallelLayout(dp_replicate=2, dp_shard=2).build("cpu")
+    parallel = ParallelLayout(dp_replicate=2, dp_shard=2).build(device_type())
     hybrid = FlatBuffer(layout, (Replicate(), Shard()), mesh=parallel)
     assert [axis.size for axis in hybrid.axes] == [2, 2]
     assert hybrid.range[0] == i * 2 * layout.shard_size

@@ -23,6 +23,7 @@ from lamina.buffers import (
     TensorSpec,
 )
 from lamina.buffers.engine import PlainAxis
+from lamina_testing import device_type
 
 SHAPES = {"matrix": (13, 8), "scalar": (), "empty": (0, 3), "vector": (17,), "cube": (5, 3, 4)}
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -250,7 +251,7 @@ def test_a_gradient_scaler_skips_the_step_on_all_ranks_if_one_rank_overflows():
             grad[0, 0] = math.inf  # on rank 0 alone
         parameter.grad = sharded({"w": grad})["w"]
         optimizer = torch.optim.SGD([parameter], lr=0.5)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler = torch.amp.GradScaler(device_type(), init_scale=4.0)
         scaler.scale(torch.tensor(1.0))
         scaler.step(optimizer)
         scaler.update()
@@ -283,7 +284,7 @@ def rows_on(world, rows, width, alignment=1, communicator=None):
 
 @pytest.mark.ranks(4)
 def test_a_cut_like_torch_chunk_s_becomes_a_dtensor_without_a_copy():
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (4,), mesh_dim_names=("dp",))
     for rows in (8, 7, 13, 3):
         whole = torch.randn(rows, 5, generator=torch.Generator().manual_seed(rows))
         buffer = rows_on(4, rows, 5)
@@ -301,7 +302,7 @@ def test_a_cut_like_torch_chunk_s_becomes_a_dtensor_without_a_copy():
 
 @pytest.mark.ranks(4)
 def test_another_cut_is_refused_as_a_dtensor_on_every_rank():
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (4,), mesh_dim_names=("dp",))
     for tensor in sharded(values(), alignment=1).values():
         if tensor.shape == (0, 3):
             continue
@@ -312,7 +313,7 @@ def test_another_cut_is_refused_as_a_dtensor_on_every_rank():
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_tensor_parallel_dimensions_are_carried_along(dim):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     dp, tp = divmod(dist.get_rank(), 2)
     mine = whole.chunk(2, dim)[tp]
@@ -328,7 +329,7 @@ def test_tensor_parallel_dimensions_are_carried_along(dim):
 
 @pytest.mark.ranks(4)
 def test_two_shard_axes_become_a_dtensor_cut_from_the_inside_out():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "inner"))
     whole = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     tensor = sharded({"w": whole}, None, (2, 2), (Shard(), Shard()), alignment=1)["w"]
     assert torch.equal(tensor.to_dtensor(mesh).full_tensor(), whole)

@@ -30,6 +30,7 @@ from lamina.models import (
     TransformerConfig,
     pipeline,
 )
+from lamina_testing import device_type
 
 _DENSE = TransformerConfig(
     vocab_size=64,
@@ -161,7 +162,7 @@ def build(name: str, seed: int) -> Job:
     if not layout.mesh:
         model: torch.nn.Module = GPTModel(config, seed=seed).double()
         return Job(model, adamw(model), everything)
-    mesh = ParallelLayout(**{"dp_shard": 1, **layout.mesh}).build("cpu")
+    mesh = ParallelLayout(**{"dp_shard": 1, **layout.mesh}).build(device_type())
     whole = GPTModel(config, mesh, seed=seed).double()
     share = everything if layout.engine == BARE else share_of(mesh)
     if "pp" in layout.mesh:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import lamina.checkpoint.save.writer as writer_module
 from lamina.checkpoint import CheckpointError, CheckpointManager
 from lamina.checkpoint.save.staging import Stage
+from lamina_testing import device_type
 
 
 class Gate:
@@ -179,7 +180,7 @@ def test_what_is_made_for_a_save_goes_before_it_is_written_and_buffers_with_the_
 @pytest.mark.ranks(2)
 def test_ranks_save_in_the_background_and_stage_only_what_they_write(tmp_path, monkeypatch):
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     replicated = nn.ParameterDict({f"w{i}": torch.full((1000,), float(i)) for i in range(4)})
     replicated.requires_grad_(False)
     sharded = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])

@@ -16,6 +16,7 @@ from lamina.checkpoint import (
     RngState,
     import_dcp,
 )
+from lamina_testing import device_type
 
 
 def two(extra: bool = False) -> dict[str, object]:
@@ -213,7 +214,7 @@ def test_a_cut_parameter_that_no_module_knows_the_axis_of_needs_a_mesh(tmp_path)
     rank = dist.get_rank()
     with pytest.raises(CheckpointError, match=r"axis tp, but .* pass mesh="):
         CheckpointManager(tmp_path).save(1, {"model": half(rank)})
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     manager = CheckpointManager(tmp_path, mesh=mesh, threads=2)
     manager.save(1, {"model": half(rank)})
     other = half(7)
@@ -289,7 +290,8 @@ def test_every_rank_gets_its_own_state_back(tmp_path):
     with pytest.raises((CheckpointMismatchError, CheckpointError), match="PerRank"):
         manager.restore({"mine": 0})
 
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))  # on as many, in another layout
+    # On as many, in another layout.
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     held = nn.Module()
     held.axis = mesh_axis(mesh, "tp")
     for options, others in (({"mesh": mesh}, {}), ({}, {"model": held})):

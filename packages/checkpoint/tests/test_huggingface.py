@@ -21,7 +21,7 @@ from lamina.checkpoint import (
 from lamina.checkpoint.engine import HuggingFaceWeights
 from lamina.ddp import full_parameters
 from lamina.mesh import ParallelLayout
-from lamina_testing import Meter
+from lamina_testing import Meter, device_type
 
 models = pytest.importorskip("lamina.models")
 fsdp = pytest.importorskip("lamina.fsdp")
@@ -268,7 +268,7 @@ def exported_and_imported(tmp_path: Path, cut: str) -> None:
         sizes = {k: n for axis, of in sizes.items() if axis in cut for k, n in of.items()}
         if "strategy 3" in cut:
             sizes.setdefault("dp_shard", 4 // 2 if "pp" in cut else 1)
-        mesh = ParallelLayout(**{"dp_shard": 1, **sizes}).build("cpu")
+        mesh = ParallelLayout(**{"dp_shard": 1, **sizes}).build(device_type())
         model = models.GPTModel(config, mesh, seed=5)
         if "pp" in cut:
             bare = sizes.get("dp_shard", 1) == 1

@@ -24,6 +24,7 @@ from lamina.models import (
     VisionConfig,
     VisionLanguageModel,
 )
+from lamina_testing import device_type
 
 STEPS, IMAGE = 2, 19
 VISION = VisionConfig(hidden_size=16, num_layers=2, num_heads=2, patch_size=4, max_grid=8)
@@ -92,7 +93,7 @@ def test_a_model_that_reads_images_moves_from_layout_to_layout(
 ) -> None:
     ep = {"ep": 2} if kind == "experts" else {}
     meshes = [
-        ParallelLayout(**axes, **ep).build("cpu")
+        ParallelLayout(**axes, **ep).build(device_type())
         for axes in ({"tp": 2, "dp_shard": 2}, {"dp_shard": 4})
     ]
     mine = [dist.new_group([r]) for r in range(4)][dist.get_rank()]

@@ -23,6 +23,7 @@ from lamina.checkpoint import (
     CheckpointNotFoundError,
 )
 from lamina.checkpoint.storage.scrubber import Scrubber
+from lamina_testing import device_type
 
 
 def flip(path) -> None:
@@ -134,7 +135,7 @@ def test_all_ranks_fall_back_together(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     manager = CheckpointManager(tmp_path)
     for step in (1, 2, 3):
         tensor = distribute_tensor(torch.full((600,), float(step)), mesh, [Shard(0)])

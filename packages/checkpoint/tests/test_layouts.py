@@ -18,6 +18,8 @@ pytest.importorskip("lamina.models")
 sys.path.insert(0, str(Path(__file__).parent))
 from layouts import LAYOUTS, STEPS, Job, build, train
 
+from lamina_testing import device_type
+
 # Each layout is in one pair: both of a pair are saved from and loaded into. By default the pairs
 # run that hold each kind of layout (a strategy, an axis, a wrapper, a schedule) once; slow are
 # the other pairs, and the product of every layout of a model with every one.
@@ -179,7 +181,7 @@ def test_experts_over_ranks_are_stored_as_all_experts(tmp_path, axis):
     from lamina.models import GroupedExperts
 
     sizes = {"ep": 2, "dp_shard": 2} if axis == "ep" else {"expert_tp": 2, "tp": 2, "dp_shard": 1}
-    mesh = ParallelLayout(**sizes).build("cpu")
+    mesh = ParallelLayout(**sizes).build(device_type())
 
     def experts(mesh: object) -> torch.nn.Module:
         torch.manual_seed(0)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import lamina.checkpoint.save.writer as writer_module
 from lamina.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointManager
+from lamina_testing import device_type
 
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
 
@@ -26,7 +27,7 @@ def whole(seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("saved", list(PLACEMENTS))
 @pytest.mark.parametrize("loaded", list(PLACEMENTS))
 def test_a_tensor_saved_in_one_sharding_loads_into_another(tmp_path, saved, loaded):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     tensor = distribute_tensor(whole(1), mesh, [PLACEMENTS[saved]])
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"x": {"t": tensor, "n": 3}})
@@ -187,7 +188,7 @@ def test_values_of_a_module_that_differ_between_ranks_are_joined_by_keys(tmp_pat
 
 @pytest.mark.ranks(2)
 def test_a_sharded_tensor_among_plain_values_keeps_its_sharding(tmp_path):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"x": {"t": distribute_tensor(whole(1), mesh, [Shard(0)]), "n": 1}})
     state = {"x": {"t": distribute_tensor(torch.zeros(7, 5), mesh, [Shard(1)]), "n": 0}}
@@ -200,7 +201,7 @@ def test_a_sharded_tensor_among_plain_values_keeps_its_sharding(tmp_path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_cannot_write_fails_the_save_on_every_rank(tmp_path, victim):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     state = {"t": distribute_tensor(whole(1), mesh, [Shard(0)])}
     manager = CheckpointManager(tmp_path)
     manager.save(1, state)
@@ -227,7 +228,7 @@ def test_a_failure_before_dcp_on_one_rank_reaches_all(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_damage_that_one_rank_sees_stops_all_before_any_tensor_changes(tmp_path):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     model, _ = sharded_training(mesh)
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"model": model})

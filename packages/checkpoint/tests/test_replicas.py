@@ -12,6 +12,7 @@ from torch import nn
 from lamina.checkpoint import CheckpointError, CheckpointManager, PerRank, compare_checkpoints
 from lamina.mesh import ParallelLayout, mark
 from lamina.mesh.engine import mesh_axis
+from lamina_testing import device_type
 
 
 def experts(seed: int) -> nn.Module:
@@ -62,7 +63,7 @@ def test_different_tensors_under_one_name_are_refused_before_one_is_lost(tmp_pat
 def test_experts_that_are_modules_are_stored_under_names_that_rename_gives(tmp_path, wrap):
     """Expert i of rank r is number 2 i + r of the model: one's name here is another's there."""
     fsdp, ddp = pytest.importorskip("lamina.fsdp"), pytest.importorskip("lamina.ddp")
-    mesh = ParallelLayout(dp_shard=4, ep=2).build("cpu")
+    mesh = ParallelLayout(dp_shard=4, ep=2).build(device_type())
     rank = mesh_axis(mesh, "ep").rank
 
     def rename(name: str) -> str:
@@ -194,7 +195,7 @@ def test_main_weights_of_a_bf16_model_come_back_unrounded(tmp_path, loaded):
     ddp = pytest.importorskip("lamina.ddp")
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
 
     def build(seed: int, sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)

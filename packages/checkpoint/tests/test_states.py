@@ -18,6 +18,7 @@ from lamina.checkpoint import (
 )
 from lamina.checkpoint.storage.locations import LocalLocation, write_whole
 from lamina.checkpoint.storage.manifest import VALUES, Manifest
+from lamina_testing import device_type
 
 
 class Preconditioned(torch.optim.Optimizer):
@@ -160,7 +161,7 @@ def test_a_tensor_on_the_meta_device_is_refused_by_name(tmp_path):
     ):
         with pytest.raises(CheckpointMismatchError, match=r"'model\.0\.weight' .*meta.*to_empty"):
             load()
-    model = bare["model"].to_empty(device="cpu")
+    model = bare["model"].to_empty(device=device_type())
     CheckpointManager(tmp_path).restore({"model": model})
     assert torch.equal(model[2].weight, state["model"][2].weight)
 

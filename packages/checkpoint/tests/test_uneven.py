@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.checkpoint import BatchPart, cut_batch
+from lamina_testing import device_type
 from lamina_testing.oracles import bit_oracle
 from lamina_testing.parity import assert_same
 
@@ -84,7 +85,7 @@ def trained(parts: list[BatchPart], strategy: int, reproducible: bool, dtype: to
     from lamina.fsdp import fully_shard
     from lamina.mesh import ParallelLayout
 
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     model = build(dtype)
     model, optimizer = fully_shard(
         model,

@@ -24,6 +24,8 @@ pytest.importorskip("fsspec")
 sys.path.insert(0, str(Path(__file__).parent))
 from object_store import Objects
 
+from lamina_testing import device_type
+
 
 def state_of(mesh: object, step: int) -> dict[str, object]:
     whole = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
@@ -43,7 +45,7 @@ def check(manager: CheckpointManager, mesh: object, step: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_ranks_save_to_a_url_and_load_from_it(tmp_path):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     for kind, background in (("objects", False), ("objects", True), ("file", True)):
         root = tmp_path / f"{kind}{background}"
         url = f"{kind}://{root}"
@@ -76,7 +78,7 @@ def test_ranks_save_to_a_url_and_load_from_it(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_rank_fetches_what_it_restores_once(tmp_path):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     url = f"objects://{tmp_path}/run"
     CheckpointManager(url, verify=False).save(1, state_of(mesh, 1))
     dist.barrier()
@@ -220,7 +222,7 @@ PROGRAM = """
 @pytest.mark.slow
 @pytest.mark.ranks(1, timeout=240)
 def test_ranks_that_are_killed_leave_whole_checkpoints_at_a_url(tmp_path):
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh(device_type(), (1,))
     url, newest = f"objects://{tmp_path}/run", 0
     for number in range(6):
         command = [sys.executable, "-c", textwrap.dedent(PROGRAM), url, f"{tmp_path}/s{number}"]

@@ -17,6 +17,7 @@ from layouts import BARE, CONFIGS, FSDP, Job, Layout, adamw, pipelined, train, w
 from lamina.checkpoint import CheckpointManager
 from lamina.mesh import ParallelLayout
 from lamina.models import GPTModel
+from lamina_testing import device_type
 
 WORLDS: list[dict[str, int]] = [
     {"dp_shard": 1},
@@ -42,7 +43,7 @@ def size(world: dict[str, int]) -> int:
 def build(sizes: dict[str, int], seed: int) -> Job:
     alone = size(sizes) == 1
     layout = Layout(sizes, BARE if alone else FSDP, model="experts")
-    mesh = ParallelLayout(**sizes).build("cpu")
+    mesh = ParallelLayout(**sizes).build(device_type())
     model = GPTModel(CONFIGS["experts"], mesh, seed=seed).double()
     if alone:
         return Job(model, adamw(model), slice(0, 4))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lamina.buffers import BufferLayout, FlatBuffer, Partial, Replicate, Shard, TensorSpec
 from lamina.collectives import gather, reduce
 from lamina.mesh import ParallelLayout
-from lamina_testing import Meter
+from lamina_testing import Meter, device_type
 
 SPECS = [TensorSpec("weight", (7, 5)), TensorSpec("bias", (3,))]
 
@@ -19,7 +19,7 @@ def plan(shards: int) -> BufferLayout:
 
 
 def mesh_axes(outer: int, inner: int):
-    mesh = ParallelLayout(dp_replicate=outer, dp_shard=inner).build("cpu")
+    mesh = ParallelLayout(dp_replicate=outer, dp_shard=inner).build(device_type())
     return mesh.axis("dp_replicate"), mesh.axis("dp_shard")
 
 
@@ -52,7 +52,7 @@ def test_two_sharded_axes_are_gathered_without_rearranging():
 
 @pytest.mark.ranks(8)
 def test_three_sharded_axes_are_gathered_without_rearranging():
-    mesh = ParallelLayout(dp_replicate=2, dp_shard=2, cp=2).build("cpu")
+    mesh = ParallelLayout(dp_replicate=2, dp_shard=2, cp=2).build(device_type())
     axes = [mesh.axis(name) for name in ("dp_replicate", "dp_shard", "cp")]
     layout = plan(8)
     source = FlatBuffer(layout, (Shard(),) * 3, mesh=axes)

@@ -28,6 +28,7 @@ from lamina.collectives.reduction.codec import Wire
 from lamina.mesh import ParallelLayout, make_host_groups
 from lamina.mesh.engine import split_over_hosts
 from lamina.mesh.process_groups import default_store
+from lamina_testing import device_type
 from lamina_testing.netns import shaped_link, unavailable
 
 WIRES = [torch.float32, torch.bfloat16]
@@ -297,7 +298,7 @@ def test_a_flip_in_a_partial_sum_between_hosts_is_named(monkeypatch):
 def test_hosts_may_begin_the_sums_of_two_groups_in_different_orders(monkeypatch):
     """No sum waits for ranks that have not begun it, the first of a group included."""
     monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")
-    axis, rank = ParallelLayout().build("cpu").axis("dp_shard"), dist.get_rank()
+    axis, rank = ParallelLayout().build(device_type()).axis("dp_shard"), dist.get_rank()
     groups = [axis.group, axis.sibling("reduce")]
     known = len(dist.distributed_c10d._world.pg_map)
     if rank == 0:  # sums of tensors without data need nobody else

@@ -12,6 +12,7 @@ from lamina.collectives import all_gather_into, all_reduce_fp32, reduce_scatter_
 from lamina.collectives.engine import kept_bytes, use_messages
 from lamina.collectives.transport.chunked_messages import AHEAD, PART
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 
 PIECE = 1009  # prime: no block or vector width divides it
 WIRES = [torch.float32, torch.bfloat16]
@@ -107,7 +108,7 @@ def test_sums_of_parts_in_flight_together_keep_apart(wire):
 
 def over_two_axes(outer: int, inner: int) -> bool:
     """HSDP: scatter over the inner axis, then reduce over the outer in fp32; equal to flat?"""
-    mesh = ParallelLayout(dp_replicate=outer, dp_shard=inner).build("cpu")
+    mesh = ParallelLayout(dp_replicate=outer, dp_shard=inner).build(device_type())
     replicate, shard = mesh.axis("dp_replicate"), mesh.axis("dp_shard")
     world, rank = dist.get_world_size(), dist.get_rank()
     whole = of_rank(rank, inner * PIECE, torch.bfloat16)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from lamina.collectives import Ledger, reduce_from, send_recv
 from lamina.collectives.engine import start_all_gather, start_all_reduce, start_reduce_scatter
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 
 
 def axes():
-    mesh = ParallelLayout(dp_shard=2, tp=2).build("cpu")
+    mesh = ParallelLayout(dp_shard=2, tp=2).build(device_type())
     return mesh.axis("tp"), mesh.axis("dp_shard")
 
 

@@ -22,6 +22,7 @@ from lamina.collectives import (
 )
 from lamina.mesh import ParallelLayout
 from lamina.mesh.engine import mesh_axis
+from lamina_testing import device_type
 
 
 def seeded(salt: int, *shape: int) -> torch.Tensor:
@@ -45,9 +46,9 @@ def summed(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["ParallelMesh", "DeviceMesh"])
 def test_sequence_parallel_layers_under_data_parallelism(kind):
     if kind == "ParallelMesh":
-        mesh = ParallelLayout(dp_shard=2, tp=2).build("cpu")
+        mesh = ParallelLayout(dp_shard=2, tp=2).build(device_type())
     else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp_shard", "tp"))
     tp, dp = mesh_axis(mesh, "tp"), mesh_axis(mesh, "dp_shard")
     x, norm, first, second = seeded(1, 4, 6, 4), seeded(2, 4), seeded(3, 8, 4), seeded(4, 4, 8)
 
@@ -75,7 +76,7 @@ def test_sequence_parallel_layers_under_data_parallelism(kind):
 
 @pytest.mark.ranks(4)
 def test_attention_with_sequence_over_cp_and_heads_over_tp():
-    mesh = ParallelLayout(cp=2, tp=2).build("cpu")
+    mesh = ParallelLayout(cp=2, tp=2).build(device_type())
     cp, tp = mesh.axis("cp"), mesh.axis("tp")
     heads, length, width = 4, 8, 3
     x, qkv = seeded(1, length, 5), seeded(2, 3, heads, width, 5)
@@ -105,7 +106,7 @@ def test_attention_with_sequence_over_cp_and_heads_over_tp():
 
 @pytest.mark.ranks(4)
 def test_experts_over_ep_with_copies_over_expert_dp():
-    mesh = ParallelLayout(dp_shard=4, ep=2).build("cpu")
+    mesh = ParallelLayout(dp_shard=4, ep=2).build(device_type())
     ep, copies = mesh.axis("ep"), mesh.axis("expert_dp")
     rank = dist.get_rank()
     tokens, experts = seeded(1, 20, 6), seeded(2, 2, 6, 6)

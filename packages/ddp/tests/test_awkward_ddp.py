@@ -13,6 +13,7 @@ from lamina.ddp import (
     full_parameters,
 )
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 from lamina_testing.toys import OddNet
 
 CASES = pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def sgd(parameters):
 
 def wrap(sharded, config):
     model = build()
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     optimizer = sgd(model.parameters())
     settings = {"overlap_grad_reduce": True, "num_buckets": 4, **config}
     wrapped = DistributedDataParallel(

@@ -16,7 +16,7 @@ from lamina.ddp import (
     full_parameters,
 )
 from lamina.mesh import ParallelLayout
-from lamina_testing import parity
+from lamina_testing import device_type, parity
 from lamina_testing.oracles import bit_oracle
 from lamina_testing.parity import (
     MODELS,
@@ -38,7 +38,7 @@ STRATEGIES = pytest.mark.parametrize("strategy", [0, 1, 2])
 
 
 def wrap(model, optimizer="adamw", strategy=1, replicate=1, **config):
-    mesh = ParallelLayout(dp_replicate=replicate).build("cpu")
+    mesh = ParallelLayout(dp_replicate=replicate).build(device_type())
     config.setdefault("num_buckets", 3)
     config.setdefault("overlap_grad_reduce", True)
     plain = OPTIMIZERS[optimizer](model)

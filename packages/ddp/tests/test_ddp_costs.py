@@ -16,7 +16,7 @@ from lamina.ddp import (
     memory_plan,
 )
 from lamina.mesh import ParallelLayout
-from lamina_testing import Meter, delayed_collectives
+from lamina_testing import Meter, delayed_collectives, device_type
 
 WIDTH, DEPTH = 64, 6
 
@@ -37,7 +37,7 @@ class Stack(nn.Module):
 def build(strategy, dtype=torch.float32, replicate=1, **config):
     torch.manual_seed(0)
     model = Stack().to(dtype)
-    mesh = ParallelLayout(dp_replicate=replicate).build("cpu")
+    mesh = ParallelLayout(dp_replicate=replicate).build(device_type())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = {"bucket_size": 1, "overlap_grad_reduce": True, **config}
     wrapped = DistributedDataParallel(

@@ -16,6 +16,7 @@ from lamina.ddp import (
     full_gradients,
 )
 from lamina.mesh import ParallelLayout, mark
+from lamina_testing import device_type
 
 from . import meshes
 
@@ -43,7 +44,7 @@ class Run:
     """One rank's stage, wrapped, after the backward of a step."""
 
     def __init__(self, layout, sharded=True, per_token=False, counts=None, **config):
-        self.mesh = ParallelLayout(**layout).build("cpu")
+        self.mesh = ParallelLayout(**layout).build(device_type())
         self.stages, self.tp = self.mesh.layout.pp, self.mesh.layout.tp
         self.stage = meshes.Stage(self.mesh, self.stages)
         self.counts, self.per_token = counts, per_token
@@ -136,7 +137,7 @@ def test_gradients_of_bf16_weights_are_combined_over_tp_in_fp32_and_together(str
         def forward(self, factor):
             return sum((parameter * factor).sum() for parameter in self.parameters())
 
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     settings = {"use_distributed_optimizer": strategy > 0, "zero_dp_strategy": strategy}
     settings |= {"bucket_size": 1, "calculate_per_token_loss": True}
     model = DistributedDataParallel(Several(), DistributedDataParallelConfig(**settings), mesh)
@@ -334,7 +335,7 @@ def test_tied_weights_stay_equal_over_steps_of_a_sharded_optimizer(ranks):
 
 @pytest.mark.ranks(1)
 def test_a_list_of_stages_is_a_list_in_whatever_class(ranks):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     stages = [DistributedDataParallel(torch.nn.Linear(4, 4), mesh=mesh) for _ in range(2)]
     for given in (stages, torch.nn.ModuleList(stages)):
         stages[1](stages[0](torch.ones(2, 4))).sum().backward()

@@ -19,6 +19,7 @@ from lamina.ddp import (
     full_parameters,
 )
 from lamina.mesh import ParallelLayout, mark, role_of
+from lamina_testing import device_type
 from lamina_testing.toys import OddNet
 
 SHARDED = pytest.mark.parametrize("sharded", [False, True])
@@ -34,7 +35,7 @@ def sgd(model):
 
 
 def wrap(model, sharded, replicate=1, **config):
-    mesh = ParallelLayout(dp_replicate=replicate).build("cpu")
+    mesh = ParallelLayout(dp_replicate=replicate).build(device_type())
     settings = {"num_buckets": 4, "overlap_grad_reduce": True, **config}
     config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, **settings)
     return DistributedDataParallel(model, config, mesh), mesh
@@ -377,7 +378,7 @@ def test_names_of_parameters_lead_to_the_wrapped_module(ranks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_that_the_optimizer_drops_are_dropped_in_the_module(compiled, ranks):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     model = DistributedDataParallel(nn.Linear(4, 4), config, mesh)
     optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, mesh)
@@ -392,7 +393,7 @@ def test_gradients_that_the_optimizer_drops_are_dropped_in_the_module(compiled, 
 
 @pytest.mark.ranks(2)
 def test_a_part_may_be_compiled_while_its_weights_have_gradients(ranks):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[0].compile(backend="eager")

@@ -22,12 +22,13 @@ from lamina.ddp import (
 )
 from lamina.ddp.monitor.pace import Pace
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 
 
 def wrap(**config):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     return DistributedDataParallel(module, DistributedDataParallelConfig(**config), mesh), mesh
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig, clip_grad_norm
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 
 SLOPES = {  # sums of equal squares in fp32 drift away
     "large": torch.full((20011,), 1.3),
@@ -32,7 +33,7 @@ def test_torch_and_clip_grad_norm_round_the_same_sum_once(order, ranks):
         model.register_parameter(name, nn.Parameter(torch.zeros_like(slope)))
     model.forward = lambda: sum((getattr(model, n) * slope).sum() for n, slope in SLOPES.items())
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    wrapped = DistributedDataParallel(model, config, ParallelLayout().build("cpu"))
+    wrapped = DistributedDataParallel(model, config, ParallelLayout().build(device_type()))
     wrapped().backward()
     (group,) = wrapped.parameter_groups()
     mains, names = group.main_parameters, [ref.name for ref in group.refs]

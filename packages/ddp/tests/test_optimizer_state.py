@@ -13,6 +13,7 @@ from lamina.ddp import (
 )
 from lamina.ddp.optimizer.sharded_optimizer import match_groups
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 from lamina_testing.toys import OddNet
 
 SHARDED = pytest.mark.parametrize("sharded", [False, True])
@@ -29,7 +30,7 @@ class Gated(OddNet):
 def wrap(make, sharded):
     torch.manual_seed(7)
     model = Gated()
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     optimizer = make(model)
     config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, num_buckets=2)
     wrapped = DistributedDataParallel(model, config, mesh)

@@ -16,6 +16,7 @@ from lamina.ddp import (
     full_parameters,
 )
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 from lamina_testing.toys import OddNet, TinyTransformer
 
 SHARDED = pytest.mark.parametrize("sharded", [False, True])
@@ -54,7 +55,7 @@ def build(make=Gated, dtype=torch.float32):
 
 
 def wrap(model, make_optimizer, sharded, **config):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     optimizer = make_optimizer(list(model.parameters()))
     if "bucket_size" not in config:
         config.setdefault("num_buckets", 2)
@@ -164,7 +165,7 @@ def test_a_scaler_skips_the_step_on_every_rank_and_lowers_its_scale(sharded, ran
     model = build(dtype=torch.float16)
     before = {name: p.detach().float().clone() for name, p in model.named_parameters()}
     wrapped, optimizer = wrap(model, ELEMENTWISE["foreach"], sharded, grad_reduce_in_fp32=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=2.0**10, growth_interval=100)
 
     def step(scale_of_input):
         x = toy_input(ranks.rank, 0).half() * scale_of_input
@@ -198,7 +199,7 @@ def test_unscaled_gradients_are_clipped_at_their_true_norm(sharded, ranks):
     loss_of(wrapped, ranks.rank, 0).backward()
     true = clip_grad_norm(wrapped, float("inf"))
     optimizer.zero_grad()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=2.0**12)
     scaler.scale(loss_of(wrapped, ranks.rank, 0)).backward()
     scaler.unscale_(optimizer)
     torch.testing.assert_close(clip_grad_norm(wrapped, float("inf")), true)
@@ -354,7 +355,7 @@ def test_state_goes_through_torch_checkpoints_to_another_number_of_ranks(
     make = ELEMENTWISE["foreach"]
 
     def sharded_over(number, model):
-        mesh = ParallelLayout(dp_replicate=4 // number).build("cpu")
+        mesh = ParallelLayout(dp_replicate=4 // number).build(device_type())
         optimizer = make(list(model.parameters()))
         config = DistributedDataParallelConfig(use_distributed_optimizer=True, num_buckets=2)
         wrapped = DistributedDataParallel(model, config, mesh)
@@ -429,7 +430,7 @@ def test_the_callers_objects_are_left_alone(sharded, ranks):
     optimizer = ELEMENTWISE["foreach"](list(model.parameters()))
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     config = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     wrapped = DistributedDataParallel(model, config, mesh)
     ShardedOptimizer(optimizer, wrapped, mesh)
     assert config == DistributedDataParallelConfig(use_distributed_optimizer=sharded)

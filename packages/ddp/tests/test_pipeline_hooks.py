@@ -14,6 +14,7 @@ from lamina.ddp import (
 )
 from lamina.ddp.engine import finalize_plain_gradients
 from lamina.mesh import ParallelLayout, mark
+from lamina_testing import device_type
 
 
 def config(**settings):
@@ -30,7 +31,7 @@ class LateLinear(nn.Linear):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_gradients_that_come_after_their_backward_are_summed_like_others(sharded, ranks):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     torch.manual_seed(0)
     layer, plain = LateLinear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
     plain.load_state_dict(layer.state_dict())
@@ -54,7 +55,7 @@ def test_gradients_that_come_after_their_backward_are_summed_like_others(sharded
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_copies_of_a_tied_parameter_on_one_rank_are_summed_and_counted_once(wrapped, ranks):
-    mesh = ParallelLayout(pp=2).build("cpu")
+    mesh = ParallelLayout(pp=2).build(device_type())
     stages = [nn.Linear(3, 2, bias=False) for _ in range(2)]
     if ranks.rank == 0:
         for stage in stages:
@@ -92,10 +93,12 @@ class Copies(nn.Module):
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("device_mesh", [False, True])
 def test_ties_are_summed_here_and_across_stages_in_one_module(device_mesh, sharded, ranks):
-    mesh = ParallelLayout(pp=2).build("cpu")
+    mesh = ParallelLayout(pp=2).build(device_type())
     given = mesh
     if device_mesh:
-        given = init_device_mesh("cpu", (2, ranks.world_size // 2), mesh_dim_names=("pp", "dp"))
+        given = init_device_mesh(
+            device_type(), (2, ranks.world_size // 2), mesh_dim_names=("pp", "dp")
+        )
     stage = mesh.coordinate["pp"]
     model = Copies(stage)
     model = DistributedDataParallel(model, config(use_distributed_optimizer=sharded), given)
@@ -112,7 +115,7 @@ def test_ties_are_summed_here_and_across_stages_in_one_module(device_mesh, shard
 
 @pytest.mark.ranks(4)
 def test_ties_that_nobody_would_sum_are_refused_where_they_are(ranks):
-    mesh = ParallelLayout(pp=4).build("cpu")
+    mesh = ParallelLayout(pp=4).build(device_type())
     layer = mark(nn.Linear(2, 2, bias=False).weight, tied="embedding")
     holder = nn.Module()
     holder.weight = layer
@@ -134,7 +137,8 @@ def test_ties_that_nobody_would_sum_are_refused_where_they_are(ranks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_experts_are_combined_over_their_own_tensor_axis(wrapped, ranks):
-    mesh = ParallelLayout(tp=2, ep=2).build("cpu")  # each rank has an expert of its own, whole
+    # Each rank has an expert of its own, whole.
+    mesh = ParallelLayout(tp=2, ep=2).build(device_type())
     module = nn.Module()
     module.expert = mark(nn.Parameter(torch.ones(3)), expert=True, tp_grad="sum")
     module.dense = mark(nn.Parameter(torch.ones(3)), tp_grad="sum")
@@ -148,14 +152,14 @@ def test_experts_are_combined_over_their_own_tensor_axis(wrapped, ranks):
 
 @pytest.mark.ranks(2)
 def test_plain_gradients_are_refused_where_nobody_sums_them(ranks):
-    mesh = ParallelLayout(dp_shard=2).build("cpu")
+    mesh = ParallelLayout(dp_shard=2).build(device_type())
     with pytest.raises(ValueError, match="2 data-parallel ranks"):
         finalize_plain_gradients(nn.Linear(2, 2), mesh)
 
 
 @pytest.mark.ranks(4)
 def test_plain_gradients_follow_roles_over_tp_and_stages(ranks):
-    mesh = ParallelLayout(pp=2, tp=2).build("cpu")
+    mesh = ParallelLayout(pp=2, tp=2).build(device_type())
     layer = nn.Linear(2, 2)
     mark(layer.weight, tied="embedding", tp_shard_dim=0)
     mark(layer.bias, tp_grad="sum")
@@ -171,7 +175,7 @@ def test_plain_gradients_follow_roles_over_tp_and_stages(ranks):
 
 @pytest.mark.ranks(1)
 def test_a_lone_copy_of_a_tied_parameter_is_summed_with_nothing_and_may_be_finalized_again():
-    mesh, layer = ParallelLayout().build("cpu"), nn.Linear(2, 2, bias=False)
+    mesh, layer = ParallelLayout().build(device_type()), nn.Linear(2, 2, bias=False)
     mark(layer.weight, tied="embedding")
     for backwards in (1.0, 2.0):
         layer(torch.ones(1, 2)).sum().backward()

@@ -19,6 +19,7 @@ from lamina.ddp.backward.agreement import ProducedFlags
 from lamina.ddp.engine import ScratchBuffers, resolve_reduction
 from lamina.ddp.gradients.reduction import PartialSums
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 from lamina_testing.oracles import bit_oracle, tree_sum
 from lamina_testing.toys import OddNet, inputs
 
@@ -45,7 +46,7 @@ def leaf(model, step, number):
 
 def train(world, rank, sharded, replicate, **config):
     model = build()
-    mesh = ParallelLayout(dp_replicate=replicate).build("cpu")
+    mesh = ParallelLayout(dp_replicate=replicate).build(device_type())
     optimizer = sgd(model)
     wrapped = DistributedDataParallel(
         model,

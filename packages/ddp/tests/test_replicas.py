@@ -20,12 +20,13 @@ from lamina.ddp import (
 )
 from lamina.ddp.monitor.replicas import _Family, _Piece
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 
 
 def wrap(dtype=torch.float32, **layout):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1)).to(dtype)
-    mesh = ParallelLayout(**layout).build("cpu")
+    mesh = ParallelLayout(**layout).build(device_type())
     sharded = bool(layout)
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=sharded, num_distributed_optimizer_instances=2 if sharded else 1

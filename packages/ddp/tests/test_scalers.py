@@ -11,6 +11,7 @@ from lamina.ddp import (
     ShardedOptimizer,
 )
 from lamina.mesh import ParallelLayout, mark
+from lamina_testing import device_type
 
 
 class OneOverflow(nn.Module):
@@ -33,13 +34,13 @@ class OneOverflow(nn.Module):
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp", "expert_tp"])
 def test_one_overflow_anywhere_skips_the_step_everywhere(axis, sharded, ranks):
-    mesh = ParallelLayout(**{axis: 2}).build("cpu")  # with expert_tp, dp_shard is 2 as well
+    mesh = ParallelLayout(**{axis: 2}).build(device_type())  # with expert_tp, dp_shard is 2 as well
     model = OneOverflow(axis)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, bucket_size=1)
     wrapped = DistributedDataParallel(model, config, mesh)
     optimizer = ShardedOptimizer(optimizer, wrapped, mesh)
-    plain = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plain = torch.amp.GradScaler(device_type(), init_scale=2.0**10)
     scaler = plain if axis == "dp_shard" else ShardedGradScaler(mesh, init_scale=2.0**10)
     if axis != "dp_shard":
         plain.scale(wrapped(1.0)).backward()

@@ -24,6 +24,7 @@ from lamina.ddp.engine import (
 )
 from lamina.ddp.wrapper.buckets import plan_buckets
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 from lamina_testing.toys import OddNet
 
 from .passing import pass_gradients
@@ -35,7 +36,7 @@ def build():
 
 
 def wrap(model, **config):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     settings = {"use_distributed_optimizer": True, "num_buckets": 3, **config}
     return DistributedDataParallel(model, DistributedDataParallelConfig(**settings), mesh), mesh
 
@@ -46,7 +47,7 @@ def toy_input(rank, step):
 
 @pytest.mark.ranks(4)
 def test_bad_gradients_are_named_with_their_ranks_on_all_ranks_that_sum_them(ranks):
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     settings = {"use_distributed_optimizer": True, "num_buckets": 3, "overlap_grad_reduce": True}
     checks = {"check_for_nan_in_grad": True, "check_for_large_grads": 1e3}
     config = DistributedDataParallelConfig(**settings, **checks)
@@ -166,7 +167,7 @@ def test_a_model_that_was_converted_after_wrapping_is_refused_by_name(convert):
 
 @pytest.mark.ranks(1)
 def test_what_is_no_config_and_no_mesh_is_refused():
-    mesh, config = ParallelLayout().build("cpu"), DistributedDataParallelConfig()
+    mesh, config = ParallelLayout().build(device_type()), DistributedDataParallelConfig()
     with pytest.raises(TypeError, match="config is a ParallelMesh, not a"):
         DistributedDataParallel(build(), mesh, config)
     with pytest.raises(TypeError, match="mesh is a str, not a ParallelMesh or DeviceMesh"):
@@ -177,7 +178,7 @@ def test_what_is_no_config_and_no_mesh_is_refused():
 def test_what_the_mesh_or_the_machine_does_not_have_is_refused(ranks):
     sharded = {"use_distributed_optimizer": True}
     for instances, layout in ((2, {}), (1, {"dp_replicate": 2, "dp_shard": 1})):
-        mesh = ParallelLayout(**layout).build("cpu")
+        mesh = ParallelLayout(**layout).build(device_type())
         config = DistributedDataParallelConfig(
             num_distributed_optimizer_instances=instances, **sharded
         )

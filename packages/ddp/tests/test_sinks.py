@@ -17,7 +17,7 @@ from lamina.ddp import (
 )
 from lamina.ddp.engine import gradient_sink
 from lamina.mesh import ParallelLayout
-from lamina_testing import Meter, live_bytes
+from lamina_testing import Meter, device_type, live_bytes
 
 USED = []
 
@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 
 def trained(sinking, sharded, microbatches, ranks, overlap=True):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     model = Net(sinking)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model = DistributedDataParallel(
@@ -118,7 +118,7 @@ def test_gradients_and_weights_are_those_of_plain_layers(sharded, microbatches, 
 
 @pytest.mark.ranks(2)
 def test_a_gradient_written_by_its_layer_is_never_copied(ranks):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     copied = {}
     for sinking in (True, False):
         model = Net(sinking)
@@ -145,7 +145,7 @@ class GivingLinear(SinkingLinear):
 
 @pytest.mark.ranks(2)
 def test_a_gradient_that_its_layer_gives_away_is_the_bucket_and_nobody_keeps_it(ranks):
-    mesh, found = ParallelLayout().build("cpu"), {}
+    mesh, found = ParallelLayout().build(device_type()), {}
     for linear in (GivingLinear.apply, nn.functional.linear):
         torch.manual_seed(0)
         model = nn.Linear(48, 32, bias=False)
@@ -176,7 +176,7 @@ def test_a_gradient_that_its_layer_gives_away_is_the_bucket_and_nobody_keeps_it(
 
 @pytest.mark.ranks(1)
 def test_there_is_no_sink_where_no_wrapper_takes_the_gradient(ranks):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     bare = Net(True)
     x = torch.randn(5, 24, requires_grad=True)
     USED.clear()
@@ -196,7 +196,7 @@ def test_there_is_no_sink_where_no_wrapper_takes_the_gradient(ranks):
 
 @pytest.mark.ranks(1)
 def test_a_sink_neither_keeps_the_model_nor_travels_with_a_pickled_parameter(ranks):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     model = DistributedDataParallel(Net(True), DistributedDataParallelConfig(), mesh)
     copy = pickle.loads(pickle.dumps(model.module.once))
     assert gradient_sink(copy) is None

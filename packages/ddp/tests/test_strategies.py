@@ -18,7 +18,7 @@ from lamina.ddp import (
 )
 from lamina.ddp.engine import resolve_strategy
 from lamina.mesh import ParallelLayout
-from lamina_testing import parity
+from lamina_testing import device_type, parity
 from lamina_testing.oracles import bit_oracle
 from lamina_testing.parity import (
     OPTIMIZERS,
@@ -53,7 +53,7 @@ def strategy_of(states, cadence="once"):
 def train(strategy, optimizer, rank, world, replicate=1, microbatches=2, clip=False, **config):
     model = build("odd")
     data = batches(model, world, microbatches)
-    mesh = ParallelLayout(dp_replicate=replicate).build("cpu")
+    mesh = ParallelLayout(dp_replicate=replicate).build(device_type())
     plain = OPTIMIZERS[optimizer](model)
     settings = DistributedDataParallelConfig(
         zero_dp_strategy=strategy,
@@ -159,7 +159,9 @@ def test_what_is_no_strategy_is_refused():
 
 @pytest.mark.ranks(2)
 def test_an_outer_cut_needs_an_outer_axis(ranks):
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        device_type(), (2,), mesh_dim_names=("dp",)
+    )
     config = DistributedDataParallelConfig(
         zero_dp_strategy=strategy_of("RR SS SS"), use_distributed_optimizer=True
     )
@@ -177,7 +179,7 @@ def test_zeroing_between_microbatches_reaches_whole_gradients_of_a_cut_optimizer
     strategy = strategy_of("RRS", cadence)
     model = build("odd")
     data = batches(model, 2, 2)(0)[ranks.rank]
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     plain = OPTIMIZERS["sgd"](model)
     config = DistributedDataParallelConfig(
         zero_dp_strategy=strategy, use_distributed_optimizer=True

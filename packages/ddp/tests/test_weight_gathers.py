@@ -11,7 +11,7 @@ from lamina.ddp import (
     full_parameters,
 )
 from lamina.mesh import ParallelLayout
-from lamina_testing import delayed_collectives
+from lamina_testing import delayed_collectives, device_type
 from lamina_testing.toys import OddNet
 
 
@@ -35,7 +35,7 @@ def sgd(parameters):
 
 
 def wrap(model, sharded=True, **config):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     optimizer = sgd(model.parameters())
     settings = {"overlap_param_gather": sharded, "overlap_grad_reduce": True, **config}
     wrapped = DistributedDataParallel(

@@ -5,6 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import fully_shard, shard_module
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 
@@ -18,7 +19,9 @@ def sgd(model):
 
 
 def mesh_of(*shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return init_device_mesh(
+        device_type(), shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
 
 
 def sharded(mesh, make=OddNet, **settings):

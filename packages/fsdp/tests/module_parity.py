@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard
+from lamina_testing import device_type
 from lamina_testing.toys import Block, inputs
 
 STRATEGIES = pytest.mark.parametrize("strategy", [3, 1])
@@ -23,7 +24,7 @@ def build(make):
 
 def shard(make, strategy, units=(Block,), **settings):
     model = build(make)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     return fully_shard(
         model,
         sgd(model),

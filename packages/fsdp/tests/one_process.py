@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import fully_shard
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 STRATEGIES = pytest.mark.parametrize("strategy", [0, 1, 2, 3])
@@ -21,7 +22,7 @@ def build(make=OddNet):
 
 
 def shard(model, optimizer, world, strategy, **settings):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
     settings.setdefault("fsdp_unit_modules", [Block])
     return fully_shard(model, optimizer, device_mesh=mesh, zero_dp_strategy=strategy, **settings)
 

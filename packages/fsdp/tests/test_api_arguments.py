@@ -23,6 +23,7 @@ from lamina.fsdp import MixedPrecisionPolicy, UnavailableError, fully_shard, sha
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.units.plan import resolve_unit_classes
 from lamina.mesh import ParallelLayout, mark
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 api = importlib.import_module("lamina.fsdp.api.fully_shard")  # a function hides its module
@@ -51,7 +52,9 @@ def sgd(model):
 def train(rank, world, steps=3, microbatches=1, sync=None, **settings):
     """Parameters and last gradients of a short run."""
     model = build()
-    settings.setdefault("device_mesh", init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    settings.setdefault(
+        "device_mesh", init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
+    )
     settings.setdefault("fsdp_unit_modules", [Block])
     model, optimizer = fully_shard(model, sgd(model), **settings)
     gradients = {}
@@ -231,7 +234,7 @@ def test_without_sync_each_microbatch_the_optimizers_step_ends_the_accumulation(
     common = {"microbatches": 2, "zero_dp_strategy": strategy}
     _, _, lazy = train(ranks.rank, 2, sync_model_each_microbatch=False, **common)
     model = build()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model, optimizer = fully_shard(
         model, sgd(model), device_mesh=mesh, fsdp_unit_modules=[Block], zero_dp_strategy=strategy
     )
@@ -298,7 +301,7 @@ def test_finish_grad_sync_shows_the_accumulated_gradient(strategy, ranks):
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
 def test_what_cannot_work_is_refused_by_name(settings, error, says, ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model = build()
     with pytest.raises(error, match=says) as caught:
         fully_shard(model, device_mesh=mesh, **settings)
@@ -308,7 +311,7 @@ def test_what_cannot_work_is_refused_by_name(settings, error, says, ranks):
 
 @pytest.mark.ranks(4)
 def test_tp_dim_is_not_the_dimension_to_shard_along(ranks):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("data", "model"))
     model = fully_shard(build(), device_mesh=mesh, tp_dim="model")
     group = next(model.parameter_groups())
     assert group.axes.inner.name == "data"
@@ -373,8 +376,8 @@ class Experts(OddNet):
 
 @pytest.mark.ranks(4)
 def test_expert_mesh_shards_expert_parameters_and_averages_over_all_ranks(ranks):
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    mesh = init_device_mesh(device_type(), (4,), mesh_dim_names=("dp",))
+    experts = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("ep", "dp"))
     model = fully_shard(
         build(Experts), device_mesh=mesh, expt_device_mesh=experts, fsdp_unit_modules=[Block]
     )
@@ -393,7 +396,7 @@ def test_expert_mesh_shards_expert_parameters_and_averages_over_all_ranks(ranks)
 @pytest.mark.ranks(2)
 def test_gathers_go_over_the_group_that_was_given(ranks):
     mine = dist.new_group([0, 1], group_desc="mine")
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model = fully_shard(build(), device_mesh=mesh, fsdp_group_ag=mine)
     with Ledger() as ledger:
         model(inputs(model, 0))
@@ -404,7 +407,7 @@ def test_gathers_go_over_the_group_that_was_given(ranks):
 
 @pytest.mark.ranks(4)
 def test_groups_over_other_ranks_are_refused(ranks):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "inner"))
     whole, half = dist.new_group([0, 1, 2, 3]), [dist.new_group([0, 2]), dist.new_group([1, 3])]
     common = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
     with pytest.raises(ValueError, match="hybrid_fsdp_group has ranks"):
@@ -461,4 +464,4 @@ def test_no_mesh_means_one_axis_over_the_world(ranks, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # and gloo for CPUs all the same
     model = fully_shard(build())
     assert next(model.parameter_groups()).axes.size == 1
-    assert ParallelLayout().build("cpu").axis("dp").size == 1
+    assert ParallelLayout().build(device_type()).axis("dp").size == 1

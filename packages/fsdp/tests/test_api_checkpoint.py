@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard
+from lamina_testing import device_type
 from lamina_testing.toys import Block as MyTransformerBlock
 from lamina_testing.toys import OddNet, inputs
 
@@ -67,7 +68,7 @@ def test_the_documented_loop_runs_as_it_is(ranks, tmp_path):
     model, x, path = build(), torch.randn(4, 5), str(tmp_path / "checkpoint")
     optimizer = torch.optim.AdamW(model.parameters())
     # fmt: off
-    device_mesh = init_device_mesh("cpu", mesh_shape=(2,), mesh_dim_names=("dp",))
+    device_mesh = init_device_mesh(device_type(), mesh_shape=(2,), mesh_dim_names=("dp",))
     model, optimizer = fully_shard(model, optimizer, device_mesh=device_mesh,
                                    fsdp_unit_modules=[MyTransformerBlock], dp_shard_dim="dp", zero_dp_strategy=3)  # noqa: E501
     loss = model(x).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad()  # noqa: E702
@@ -102,10 +103,10 @@ FEW = list(zip([3, 3, 0, 1, 2], [3, 0, 3, 2, 1], itertools.cycle(OPTIMIZERS)))
 def test_saved_by_four_ranks_loaded_by_three_two_and_one(saved, loaded, optimizer, ranks, tmp_path):
     if isinstance(saved, int):
         model, stepper = make(
-            init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), saved, optimizer
+            init_device_mesh(device_type(), (4,), mesh_dim_names=("dp",)), saved, optimizer
         )
     else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "inner"))
         outer = {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": int(saved == "HFSDP")}
         model, stepper = make(mesh, 3, optimizer, dp_shard_dim="inner", **outer)
     for number in range(2):
@@ -116,7 +117,7 @@ def test_saved_by_four_ranks_loaded_by_three_two_and_one(saved, loaded, optimize
         step(model, stepper, number)
     wanted = full_parameters(model)
     for size in (3, 2, 1):
-        fewer = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("dp",))
+        fewer = DeviceMesh(device_type(), list(range(size)), mesh_dim_names=("dp",))
         if ranks.rank < size:
             other, other_stepper = make(fewer, loaded, optimizer, seed=4)
             state = state_of(other, other_stepper)
@@ -133,7 +134,7 @@ def test_saved_by_four_ranks_loaded_by_three_two_and_one(saved, loaded, optimize
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_asking_for_state_changes_nothing(optimizer, ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     results = []
     for asks in (True, False):
         model, stepper = make(mesh, 3, optimizer)
@@ -152,7 +153,7 @@ def test_asking_for_state_changes_nothing(optimizer, ranks):
 @pytest.mark.parametrize("strategy", [0, 2, 3])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_plain_tensors_on_request_go_through_torch_save(strategy, optimizer, ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model, stepper = make(mesh, strategy, optimizer, preproc_state_dict_for_dcp_ckpt=False)
     for number in range(2):
         step(model, stepper, number)
@@ -219,7 +220,7 @@ def test_each_parameter_gets_its_own_step_count_back(generic, strategy, ranks, t
         torch.manual_seed(0)
         model = TwoHalves()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
         model, optimizer = fully_shard(
             model, optimizer, device_mesh=mesh, fsdp_unit_modules=[], zero_dp_strategy=strategy
         )

@@ -16,6 +16,7 @@ from lamina.collectives import Ledger
 from lamina.ddp import DataParallel, NonFiniteGradientError, full_gradients, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard, shard_module
 from lamina.mesh import mark, role_of
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 BF16 = torch.bfloat16
@@ -27,7 +28,7 @@ def build(seed=3):
 
 
 def sharded(seed=3, **settings):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     return fully_shard(build(seed), device_mesh=mesh, fsdp_unit_modules=[Block], **settings)
 
 
@@ -79,7 +80,7 @@ def test_sync_module_states_decides_whose_values_the_ranks_start_from(ranks):
         features = torch.full((3, 2), ranks.rank, dtype=torch.int64).T  # with strides of its own
         model.blocks[0].register_buffer("features", features)
         model.register_buffer("flag", torch.tensor(bool(ranks.rank)))
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
         model = fully_shard(model, device_mesh=mesh, sync_module_states=sync)
         wanted = 0 if sync else ranks.rank
         assert (model.blocks[0].features == wanted).all()
@@ -126,7 +127,7 @@ class Seeing(OddNet):
 
 def dtypes_under(policy):
     torch.manual_seed(3)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model = fully_shard(
         Seeing(), device_mesh=mesh, mixed_precision_policy=policy, fsdp_unit_modules=[]
     )
@@ -189,7 +190,7 @@ def test_main_grads_have_the_dtype_that_was_asked_for_and_are_stepped_with(
 
 @pytest.mark.ranks(4)
 def test_main_grads_that_no_reduction_writes_are_refused_when_sharding(ranks):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "inner"))
     policy = MixedPrecisionPolicy(main_grads_dtype=BF16)
     model = build()
     with pytest.raises(ValueError, match=r"of temperature travel in torch\.float32.*grad_comm"):
@@ -283,7 +284,7 @@ def test_a_pattern_that_matches_nothing_is_refused(ranks):
 @pytest.mark.ranks(2)
 def test_backward_prefetch_lists_say_what_is_gathered_ahead(ranks):
     model = build()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     for module in (*model.blocks, model):
         shard_module(module, mesh)
     for _ in range(2):
@@ -309,7 +310,7 @@ def test_a_model_that_was_converted_after_sharding_is_refused_by_name(convert, s
 
 
 def shard_by_module(model, policy):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     for block in model.blocks:
         shard_module(block, mesh, mp_policy=policy)
     return shard_module(model, mesh, mp_policy=policy)
@@ -398,7 +399,7 @@ def test_a_copy_takes_the_first_ranks_statistics_in_its_first_evaluation(kind, r
 
 
 def sharded_as(model, **settings):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     return fully_shard(model, device_mesh=mesh, fsdp_unit_modules=[Block], **settings)
 
 
@@ -441,7 +442,7 @@ def test_fp16_weights_skip_the_step_on_all_ranks_when_one_overflows(ranks):
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = fully_shard(model, optimizer, mixed_precision_policy=policy)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=256.0)
     seen = {}
     for block in model.blocks:
         block.register_forward_pre_hook(lambda m, _: seen.update(dtype=m.up.weight.dtype))
@@ -493,7 +494,7 @@ def test_backwards_of_units_follow_one_another_in_a_profile():
 
 @pytest.mark.ranks(2)
 def test_an_optimizer_that_nobody_was_told_of_gives_its_state_whole(ranks):
-    model, mesh = build(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model, mesh = build(), init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     for block in model.blocks:
         shard_module(block, mesh)
     shard_module(model, mesh)

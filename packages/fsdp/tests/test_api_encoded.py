@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lamina.collectives import Ledger
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 
@@ -69,7 +70,7 @@ def sharded(world, **settings):
     return fully_shard(
         model,
         sgd(model),
-        device_mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)),
+        device_mesh=init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",)),
         fsdp_unit_modules=[Block],
         mixed_precision_policy=MixedPrecisionPolicy(weight_codec=Int8()),
         **settings,

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard, shard_module
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, TinyTransformer, inputs
 
 SETTINGS = [
@@ -30,7 +31,7 @@ def build(make=OddNet):
 def make(settings, model_class=OddNet):
     model = build(model_class)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     return fully_shard(model, optimizer, device_mesh=mesh, **settings)
 
 
@@ -134,7 +135,7 @@ def test_torch_keeps_its_switches(ranks):
     plain = build()
     torch.manual_seed(11)
     before = switches()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     for block in plain.blocks:
         shard_module(block, mesh)
     shard_module(plain, mesh)

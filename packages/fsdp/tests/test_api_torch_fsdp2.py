@@ -15,7 +15,7 @@ from lamina.ddp import (
 )
 from lamina.fsdp import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from lamina.mesh import OverlapError, ParallelLayout, mark
-from lamina_testing import live_bytes
+from lamina_testing import device_type, live_bytes
 from lamina_testing.toys import Block
 
 Config = TorchFullyShardedDataParallelConfig
@@ -64,9 +64,9 @@ def one_process(world, microbatches):
 @pytest.mark.parametrize("lamina_mesh", [True, False])
 def test_it_trains_as_one_process(reshard, microbatches, lamina_mesh, ranks):
     mesh = (
-        ParallelLayout().build("cpu")
+        ParallelLayout().build(device_type())
         if lamina_mesh
-        else init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        else init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     )
     model = TorchFullyShardedDataParallel(build(3 + ranks.rank), Config(reshard), mesh)
     assert isinstance(model, DataParallel)
@@ -86,7 +86,7 @@ def test_it_trains_as_one_process(reshard, microbatches, lamina_mesh, ranks):
 
 @pytest.mark.ranks(2)
 def test_gradients_left_by_no_sync_are_named(ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model = TorchFullyShardedDataParallel(build(), Config(), mesh, [Block])
     with model.no_sync():
         model(batch(0, 0)).sum().backward()
@@ -98,7 +98,7 @@ def test_gradients_left_by_no_sync_are_named(ranks):
 
 @pytest.mark.ranks(2)
 def test_scaled_and_forgotten_gradients(ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model = TorchFullyShardedDataParallel(build(), Config(), mesh, [Block])
     model(batch(0, 0)).sum().backward()
     before = model.module.enter.weight.grad.full_tensor().clone()
@@ -111,7 +111,7 @@ def test_scaled_and_forgotten_gradients(ranks):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_inspection_and_clipping_see_its_parameters(replicate, ranks):
-    mesh = ParallelLayout(dp_replicate=replicate).build("cpu")
+    mesh = ParallelLayout(dp_replicate=replicate).build(device_type())
     model = TorchFullyShardedDataParallel(build(3 + ranks.rank), Config(), mesh)
     reference = build()
     assert_near(full_parameters(model), {n: p.detach() for n, p in reference.named_parameters()})
@@ -132,7 +132,7 @@ def test_inspection_and_clipping_see_its_parameters(replicate, ranks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reshard", [False, True, 1])
 def test_a_forward_without_a_backward_hides_neither_gradients_nor_what_a_step_wrote(reshard, ranks):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     model = TorchFullyShardedDataParallel(build(), Config(reshard), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = build()
@@ -164,7 +164,7 @@ def assert_near(found, wanted):
 @pytest.mark.ranks(2)
 def test_its_memory_plan_is_what_it_holds_between_steps(ranks):
     before = live_bytes()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model = TorchFullyShardedDataParallel(build(), Config(), mesh, [Block])
     plan = memory_plan(model)
     model(batch(0, ranks.rank)).square().mean().backward()
@@ -198,7 +198,7 @@ def test_parameters_it_would_sum_over_the_wrong_ranks_are_refused():
 @pytest.mark.ranks(2)
 def test_weights_of_other_strides_are_refused_by_torch_and_not_by_a_broadcast(ranks):
     model = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     with pytest.raises(NotImplementedError, match="non-contiguous parameters"):
         TorchFullyShardedDataParallel(model, TorchFullyShardedDataParallelConfig(), mesh)
 
@@ -207,8 +207,8 @@ def test_weights_of_other_strides_are_refused_by_torch_and_not_by_a_broadcast(ra
 def test_a_mesh_without_names_shards_all_the_same_or_is_refused(ranks):
     """FSDP2 takes each rank's own values for equal: without names nobody would have sent them."""
     model = TorchFullyShardedDataParallel(
-        build(3 + ranks.rank), Config(), init_device_mesh("cpu", (2,))
+        build(3 + ranks.rank), Config(), init_device_mesh(device_type(), (2,))
     )
     assert_near(full_parameters(model), {n: p.detach() for n, p in build().named_parameters()})
     with pytest.raises(ValueError, match="mesh_dim_names"):
-        TorchFullyShardedDataParallel(build(), Config(), init_device_mesh("cpu", (2, 1)))
+        TorchFullyShardedDataParallel(build(), Config(), init_device_mesh(device_type(), (2, 1)))

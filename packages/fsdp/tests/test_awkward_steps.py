@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import fully_shard
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 from .one_process import (
@@ -119,7 +120,7 @@ def test_evaluation_between_backward_and_step_does_not_hide_the_update(strategy,
 @STRATEGIES
 def test_an_optimizer_nobody_was_told_of_still_takes_effect(strategy, ranks):
     """Built after sharding and not given to fully_shard: the next forward uses its weights."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model = fully_shard(
         build(), device_mesh=mesh, zero_dp_strategy=strategy, fsdp_unit_modules=[Block]
     )

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, shard_module
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 from .one_process import Conditional, build, sgd
@@ -154,7 +155,7 @@ def check(ranks, wrapper, mesh, names, microbatches=1, dtype=None, tolerance=5e-
     ("wrapper", "microbatches"), [(0, 2), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2), ("module", 2)]
 )
 def test_a_term_over_parameters_is_added_once(wrapper, microbatches, ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("shard",))
     # How many microbatches there are matters to what is added when, not to each kind of term.
     check(ranks, wrapper, mesh, LOSSES if microbatches > 1 else ["outside", "inside"], microbatches)
 
@@ -163,7 +164,7 @@ def test_a_term_over_parameters_is_added_once(wrapper, microbatches, ranks):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("strategy", "outer"), [(3, 0), (3, 1), (1, 0)])
 def test_with_replicas_the_sum_is_the_same(strategy, outer, ranks):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
     settings = {"dp_outer_dim": "replicate", "outer_dp_sharding_strategy": outer}
     check(ranks, strategy, mesh, ["outside", "inside", "orthogonal"], 2, **settings)
 
@@ -172,7 +173,7 @@ def test_with_replicas_the_sum_is_the_same(strategy, outer, ranks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", [0, 1, 3, "module"])
 def test_with_bf16_weights_the_term_is_one_over_main_weights(wrapper, ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("shard",))
     names = ["outside", "alone", "unused", "orthogonal"]
     check(ranks, wrapper, mesh, names, 2, dtype=torch.bfloat16, tolerance=4e-2)
 
@@ -180,13 +181,13 @@ def test_with_bf16_weights_the_term_is_one_over_main_weights(wrapper, ranks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", [0, 1, 3])
 def test_reproducible_sums_take_terms_too(strategy, ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("shard",))
     check(ranks, strategy, mesh, ["outside", "inside"], 2, reproducible=True)
 
 
 @pytest.mark.ranks(2)
 def test_a_backward_that_raises_takes_its_terms_along(ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("shard",))
     model, _ = wrapped(OddNet, 3, mesh)
 
     class Raises(torch.autograd.Function):
@@ -224,7 +225,7 @@ def test_gradients_that_the_user_made_before_any_backward_are_stepped(strategy, 
     oracle = build(OddNet)
     x = inputs(oracle, 1)
     given_gradients(oracle, sgd(oracle.parameters()), x)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("shard",))
     model, optimizer = wrapped(OddNet, strategy, mesh)
     given_gradients(model, optimizer, x)
     for name, wanted in oracle.named_parameters():
@@ -241,7 +242,7 @@ def two_losses(model, x):
 def test_autograd_grad_gives_what_one_process_gives(wrapper, dtype, ranks):
     """Of two losses of one graph, of a graph whose neighbour has had its backward, of a copy."""
     dtype = getattr(torch, dtype)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("shard",))
     oracle, (model, optimizer) = build(OddNet), wrapped(OddNet, wrapper, mesh, dtype)
     tolerance = {"rtol": 0, "atol": 5e-6 if dtype == torch.float32 else 4e-2}
 
@@ -268,7 +269,7 @@ def test_autograd_grad_gives_what_one_process_gives(wrapper, dtype, ranks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", [1, 3])
 def test_autograd_grad_says_what_it_cannot_give(wrapper, ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("shard",))
     model, _ = wrapped(Conditional, wrapper, mesh)
     x, parameters = inputs(model, ranks.rank), dict(model.named_parameters())
     loss = model(x, use_last=False).square().mean()

@@ -5,6 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_gradients, full_parameters
+from lamina_testing import device_type
 from lamina_testing.toys import OddNet, inputs
 
 from .one_process import Conditional, build, sgd
@@ -12,7 +13,7 @@ from .test_border_gradients import wrapped
 
 
 def mesh_of(world):
-    return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type(), (world,), mesh_dim_names=("shard",))
 
 
 def whole(tensor):

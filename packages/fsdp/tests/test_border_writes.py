@@ -12,6 +12,7 @@ from lamina.ddp import (
     full_parameters,
 )
 from lamina.mesh import ParallelLayout, init_distributed
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 from .one_process import build, sgd
@@ -48,13 +49,13 @@ def test_what_is_written_between_steps_is_what_all_ranks_compute_with(wrapper, r
     x = inputs(oracle, 1)
     wanted = swapped(oracle, sgd(oracle.parameters()), x, lambda: list(oracle.parameters()))
     if wrapper == "ddp":
-        mesh = ParallelLayout().build("cpu")
+        mesh = ParallelLayout().build(device_type())
         config = DistributedDataParallelConfig(use_distributed_optimizer=True)
         model = DistributedDataParallel(build(OddNet), config, mesh)
         optimizer = ShardedOptimizer(sgd(model.parameters()), model, mesh)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
     else:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("shard",))
         model, optimizer = wrapped(OddNet, wrapper, mesh)
         parameters = list(model.parameters())
     found = swapped(model, optimizer, x, lambda: parameters)
@@ -85,7 +86,7 @@ class Writing(OddNet):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", [0, 1, 2, 3, "module"])
 def test_what_a_forward_writes_stays_written(wrapper, ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("shard",))
     oracle = build(Writing)
     model, optimizer = wrapped(Writing, wrapper, mesh)
     plain = sgd(p for p in oracle.parameters() if p.requires_grad)
@@ -109,14 +110,14 @@ def test_what_is_assigned_to_data_is_computed_with_or_refused(wrapper, ranks):
     oracle = build(OddNet)
     x = inputs(oracle, 1)
     if wrapper in ("ddp", "zero1"):
-        mesh = ParallelLayout().build("cpu")
+        mesh = ParallelLayout().build(device_type())
         config = DistributedDataParallelConfig(use_distributed_optimizer=wrapper == "zero1")
         model = DistributedDataParallel(build(OddNet), config, mesh)
         optimizer = sgd(model.parameters())
         if wrapper == "zero1":
             optimizer = ShardedOptimizer(optimizer, model, mesh)
     else:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("shard",))
         dtype = torch.bfloat16 if wrapper == "bf16" else None
         model, optimizer = wrapped(OddNet, 0, mesh, dtype)
         if wrapper == "plain":  # nobody tells of its steps
@@ -153,7 +154,7 @@ def test_what_is_assigned_to_data_is_computed_with_or_refused(wrapper, ranks):
 @pytest.mark.parametrize("wrapper", [1, 2])
 def test_a_gather_that_a_write_has_caused_says_so(wrapper, ranks):
     """Ranks that have not written would not gather: the message about the wait names the cause."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("shard",))
     model, _ = wrapped(OddNet, wrapper, mesh)
     x = inputs(model, 1)
     model(x)
@@ -173,10 +174,10 @@ def test_a_gather_that_a_write_has_caused_says_so(wrapper, ranks):
 def sharded(wrapper):
     """A model, its optimizer, and the parameters that a user writes to."""
     if wrapper == "ddp":  # nobody tells it of steps
-        model = DistributedDataParallel(build(OddNet), mesh=ParallelLayout().build("cpu"))
+        model = DistributedDataParallel(build(OddNet), mesh=ParallelLayout().build(device_type()))
         optimizer = sgd(model.parameters())
     else:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("shard",))
         dtype = torch.bfloat16 if wrapper == "bf16" else None
         model, optimizer = wrapped(OddNet, 0 if wrapper == "bf16" else wrapper, mesh, dtype)
     return model, optimizer, [p for group in optimizer.param_groups for p in group["params"]]

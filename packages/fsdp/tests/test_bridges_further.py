@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lamina.ddp import full_parameters
 from lamina.fsdp import ShardedModule, fully_shard, register_forward_method
 from lamina.mesh import init_distributed
+from lamina_testing import device_type
 
 from .bridge_runs import (
     BATCH,
@@ -245,7 +246,7 @@ def test_meshes_whose_ranks_need_the_same_rows_are_refused(ranks):
     from lamina.mesh import ParallelLayout, init_distributed
 
     with init_distributed():
-        mesh = ParallelLayout(dp_shard=1, tp=2).build("cpu")
+        mesh = ParallelLayout(dp_shard=1, tp=2).build(device_type())
         accelerator = accelerator_for()
         accelerator.sharding["device_mesh"] = mesh
         with pytest.raises(ValueError, match=r"tp=2.*same rows"):

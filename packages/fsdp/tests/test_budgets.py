@@ -10,6 +10,7 @@ from lamina.collectives import Ledger
 from lamina.collectives.engine import AllGather
 from lamina.ddp import full_parameters, memory_plan
 from lamina.fsdp import fully_shard
+from lamina_testing import device_type
 from lamina_testing.toys import Block
 
 WIDTH, DEPTH = 16, 5
@@ -31,7 +32,7 @@ class Deep(nn.Module):
 def build(recompute=False, **settings):
     torch.manual_seed(0)
     model = Deep(recompute)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return fully_shard(model, optimizer, device_mesh=mesh, fsdp_unit_modules=[Block], **settings)
 
@@ -108,7 +109,7 @@ def test_gradients_on_the_wire_fill_the_reduce_budget_and_never_exceed_it(strate
 
 @pytest.mark.ranks(1)
 def test_a_budget_that_no_step_fits_into_is_refused(ranks):
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (1,), mesh_dim_names=("dp",))
     common = {"device_mesh": mesh, "fsdp_unit_modules": [Block]}
     for settings, says in (
         ({"gather_budget": 5000}, r"gather_budget=5000 .* the root and blocks\.0.* bytes"),

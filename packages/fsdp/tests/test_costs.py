@@ -12,7 +12,7 @@ from lamina.collectives import Ledger
 from lamina.collectives.engine import kept_bytes
 from lamina.ddp import memory_plan
 from lamina.fsdp import fully_shard
-from lamina_testing import Meter, delayed_collectives, live_bytes
+from lamina_testing import Meter, delayed_collectives, device_type, live_bytes
 from lamina_testing.toys import Block
 
 WIDTH, DEPTH = 64, 3
@@ -35,7 +35,7 @@ class Stack(nn.Module):
 def build(strategy, world, **settings):
     torch.manual_seed(0)
     model = Stack()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return fully_shard(
         model,

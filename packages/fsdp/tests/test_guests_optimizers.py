@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from lamina.mesh import mark, role_of
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 STRATEGIES = pytest.mark.parametrize("strategy", [0, 1, 3])
@@ -35,7 +36,7 @@ def loss_of(model, rank, step):
 
 
 def settings(strategy):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     return {"device_mesh": mesh, "zero_dp_strategy": strategy, "fsdp_unit_modules": [Block]}
 
 
@@ -243,7 +244,7 @@ def test_muon_over_cut_matrices_is_refused_by_name(ranks):
 
 @pytest.mark.ranks(2)
 def test_muon_over_tensor_parallel_pieces_is_refused_by_name(ranks):
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     mark(model[0].weight, tp_shard_dim=0)
     with pytest.raises(ValueError, match=r"0\.weight is cut over tensor-parallel ranks"):

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard
+from lamina_testing import device_type
 from lamina_testing.toys import OddNet
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ def batch(rank, step):
 
 
 def shard(model, optimizer, strategy):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     return fully_shard(model, optimizer, device_mesh=mesh, zero_dp_strategy=strategy)
 
 

@@ -8,6 +8,7 @@ from lamina.collectives import Ledger
 from lamina.ddp import full_parameters, memory_plan
 from lamina.ddp.engine import resolve_reduction
 from lamina.fsdp import fully_shard
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet
 
 
@@ -15,9 +16,9 @@ def build(world, strategy, outer=None, **settings):
     torch.manual_seed(3)
     model = OddNet(width=40)
     names = {"dp_shard_dim": "dp"}
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
     if outer is not None:
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "dp"))
+        mesh = init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("replica", "dp"))
         names |= {"dp_outer_dim": "replica", "outer_dp_sharding_strategy": outer}
     return fully_shard(
         model,

@@ -22,6 +22,7 @@ from lamina.fsdp import (
     fully_shard,
     shard_module,
 )
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 from .one_process import FailingNet
@@ -47,7 +48,7 @@ def test_state_is_what_the_optimizer_updates_wherever_a_step_has_stopped(strateg
     model, optimizer = fully_shard(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
+        device_mesh=init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",)),
         fsdp_unit_modules=[Block],
         zero_dp_strategy=strategy,
         mixed_precision_policy=policy,
@@ -88,7 +89,7 @@ def test_state_is_what_the_optimizer_updates_wherever_a_step_has_stopped(strateg
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_a_backward_that_raised_over_earlier_microbatches_is_not_gone_on_with(strategy, ranks):
     """Without earlier ones nothing is left of it."""
-    mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
+    mesh = {"device_mesh": init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))}
     model = fully_shard(build(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy, **mesh)
     loss_of(model, ranks.rank).backward()
     wanted = {name: value.clone() for name, value in full_gradients(model).items()}
@@ -116,7 +117,7 @@ def test_a_backward_that_raised_over_earlier_microbatches_is_not_gone_on_with(st
 @pytest.mark.parametrize("modules", [False, True])
 def test_a_part_of_the_model_may_be_loaded_by_itself(modules, ranks):
     """A unit, its modules, and a child that is no unit: the next forward computes with it."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     cases = [(1, None), (2, None), (3, None), (0, torch.bfloat16), (3, torch.bfloat16)]
     for strategy, dtype in cases[2:3] if modules else cases:
         policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
@@ -186,7 +187,7 @@ def test_a_graph_that_is_kept_can_be_walked_again_but_not_differentiated(
     strategy, slots, step, ranks
 ):
     """Slots are planned after the first backward that keeps no graph."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     settings = {"zero_dp_strategy": strategy, "fsdp_double_buffer": slots}
     model = fully_shard(build(), device_mesh=mesh, fsdp_unit_modules=[Block], **settings)
     for number in range(step):
@@ -211,7 +212,7 @@ def test_a_graph_that_is_kept_can_be_walked_again_but_not_differentiated(
 
 @pytest.mark.ranks(2)
 def test_a_graph_that_slots_have_left_behind_is_refused_by_name(ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model = fully_shard(
         build(), device_mesh=mesh, fsdp_unit_modules=[Block], fsdp_double_buffer=True
     )
@@ -279,10 +280,10 @@ class Picky(OddNet):
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_unit_that_runs_on_some_ranks_only_is_named(warm, ranks):
     """At first its gather is missing; once all are gathered ahead, its run. Replicas too (HSDP)."""
-    mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
+    mesh = {"device_mesh": init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))}
     ran, strays, cases = "0", "1", (0, 2)
     if ranks.world_size == 4:
-        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        two = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "inner"))
         mesh = {"device_mesh": two, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
         ran, strays, cases = "0, 1", "2, 3", (2,)
     for left_out in cases:
@@ -301,7 +302,7 @@ def test_a_unit_that_runs_on_some_ranks_only_is_named(warm, ranks):
 @pytest.mark.parametrize("alone", [0, 1])
 def test_an_evaluation_on_some_ranks_only_is_named(alone, ranks):
     """Its gathers pair with those of the next forward elsewhere, and it would print a value."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     units = {"fsdp_unit_modules": [Block], "check_order": True}
     model = fully_shard(OddNet(), device_mesh=mesh, **units)
 
@@ -328,7 +329,7 @@ def train_with_steps_that_raise(name, module, then, failing, rank):
     torch.manual_seed(3)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(2)))
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model, optimizer = fully_shard(model, optimizer, device_mesh=mesh)
     held = list(optimizer.param_groups[0]["params"])
 
@@ -401,7 +402,7 @@ def test_a_state_dict_in_another_thread_leaves_the_backward_alone(strategy, rank
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     model = copy.deepcopy(plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model, optimizer = fully_shard(
         model, optimizer, device_mesh=mesh, zero_dp_strategy=strategy, fsdp_unit_modules=[nn.Linear]
     )
@@ -439,7 +440,7 @@ def test_a_state_dict_in_another_thread_leaves_the_backward_alone(strategy, rank
 def test_a_forked_child_is_no_rank(strategy, ranks):
     """As a worker of a data loader is: its messages would mix with those of the rank."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model = fully_shard(model, device_mesh=mesh, zero_dp_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):

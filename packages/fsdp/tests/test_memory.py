@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from lamina.collectives.engine import kept_bytes, release_kept
 from lamina.ddp import memory_plan
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
-from lamina_testing import Meter, live_bytes
+from lamina_testing import Meter, device_type, live_bytes
 from lamina_testing.simulated import simulated_world
 from lamina_testing.toys import Block
 
@@ -45,7 +45,7 @@ def activations():
 def sharded(world, width=WIDTH, **settings):
     model = Deep(width)
     if "device_mesh" not in settings:
-        settings["device_mesh"] = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        settings["device_mesh"] = init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return fully_shard(model, optimizer, fsdp_unit_modules=[Block], **settings)
 
@@ -81,7 +81,7 @@ def test_a_step_peaks_at_shards_two_slots_and_two_units_of_gradients(slots, rank
 
 
 def replicas(outer):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "inner"))
     return {
         "device_mesh": mesh,
         "dp_shard_dim": "inner",
@@ -148,7 +148,7 @@ def test_gathers_bring_main_weights_rounded_once_and_no_rank_keeps_them_so(slots
     model, optimizer = fully_shard(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
+        device_mesh=init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",)),
         fsdp_unit_modules=[Block],
         mixed_precision_policy=BF16,
         fsdp_double_buffer=slots,

@@ -14,6 +14,7 @@ from lamina.fsdp import (
 )
 from lamina.mesh import ParallelLayout, mark
 from lamina.models import GPTModel, MoEConfig, TransformerConfig
+from lamina_testing import device_type
 
 
 def build(rank=0, **role):
@@ -25,7 +26,7 @@ def build(rank=0, **role):
 
 
 def mesh_of(*names, shape=None):
-    return init_device_mesh("cpu", shape or (1, 2)[-len(names) :], mesh_dim_names=names)
+    return init_device_mesh(device_type(), shape or (1, 2)[-len(names) :], mesh_dim_names=names)
 
 
 @pytest.mark.ranks(2)
@@ -78,7 +79,7 @@ def test_different_experts_are_not_taken_for_copies(ranks):
 def test_experts_that_tp_has_cut_need_an_axis_of_their_own(ranks):
     moe = MoEConfig(num_experts=2, top_k=2)
     config = TransformerConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=2, moe=moe)
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     for wrap in (
         lambda model: fully_shard(model, device_mesh=mesh),
         lambda m: shard_module(m, mesh),
@@ -87,7 +88,7 @@ def test_experts_that_tp_has_cut_need_an_axis_of_their_own(ranks):
             wrap(GPTModel(config, mesh["tp"]))
     model = GPTModel(config, mesh["tp"])
     before = {name: p.detach().clone() for name, p in model.named_parameters() if "expert" in name}
-    model = fully_shard(model, device_mesh=ParallelLayout(tp=2, expert_tp=2).build("cpu"))
+    model = fully_shard(model, device_mesh=ParallelLayout(tp=2, expert_tp=2).build(device_type()))
     after = full_parameters(model)
     assert before
     assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -15,7 +15,7 @@ from lamina.fsdp.settings.meshes import computing_device
 from lamina.fsdp.units.materialise import move_buffers
 from lamina.mesh import mark, role_of
 from lamina.models import GPTModel, TransformerConfig
-from lamina_testing import Meter
+from lamina_testing import Meter, device_type
 from lamina_testing.toys import Block, ConvNet, OddNet
 
 STRATEGIES = pytest.mark.parametrize("strategy", [3, 1])
@@ -27,7 +27,7 @@ def on_meta(make):
 
 
 def shard(model, world, strategy=3, **settings):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
     return fully_shard(model, device_mesh=mesh, zero_dp_strategy=strategy, **settings)
 
 
@@ -261,7 +261,7 @@ def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(ranks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("given", [False, True], ids=["own mesh", "given mesh"])
 def test_a_model_that_is_sharded_while_tensors_are_made_on_meta_takes_a_state(given, ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)) if given else None
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",)) if given else None
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
         for layer in model:
@@ -279,7 +279,7 @@ def test_a_model_that_is_sharded_while_tensors_are_made_on_meta_takes_a_state(gi
 def test_module_by_module_holds_no_more_than_shards_and_one_unit(ranks):
     """On one rank, whose shards are whole: no broadcast holds on to a unit."""
     model = on_meta(Deep)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (1,), mesh_dim_names=("dp",))
     gc.collect()
     with Meter() as meter:
         before = meter.live_bytes()

@@ -5,6 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.fsdp import fully_shard
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet
 
 from .module_parity import STRATEGIES, build, compare, one_process, plain_loss, sgd, train
@@ -27,7 +28,7 @@ def check_compiled(how, when, backend, strategy, ranks, units):
     model = build(OddNet)
     if when == "before":
         compiled(how, backend)(model)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model, optimizer = fully_shard(
         model, sgd(model), device_mesh=mesh, zero_dp_strategy=strategy, fsdp_unit_modules=units
     )

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lamina.collectives import Ledger
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import fully_shard
+from lamina_testing import device_type
 
 STEPS, WORLD, VOCABULARY = 5, 2, 67
 
@@ -79,7 +80,7 @@ def one_process(name):
 
 def sharded(name, strategy, rank):
     model = build(name)
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (WORLD,), mesh_dim_names=("dp",))
     model, optimizer = fully_shard(model, sgd(model), device_mesh=mesh, zero_dp_strategy=strategy)
     for step in range(STEPS):
         model(**batch_of(name, rank, step)).loss.backward()
@@ -131,7 +132,7 @@ def test_lora_shards_adapters_and_sends_nothing_of_the_frozen_weights(name, rank
         return torch.optim.SGD(trained, lr=0.1, momentum=0.9, foreach=False)
 
     model = adapted()
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (WORLD,), mesh_dim_names=("dp",))
     mix = {"*lora_*": 3, "*": 0}
     settings = {"zero_dp_strategy": mix, "reshard_after_forward": False}
     model, optimizer = fully_shard(model, trained_sgd(model), device_mesh=mesh, **settings)

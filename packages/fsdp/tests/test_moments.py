@@ -8,6 +8,7 @@ from lamina.buffers import ShardedTensor
 from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig, ShardedOptimizer
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 from lamina_testing.toys import Block
 
 STEPS = 4
@@ -99,7 +100,7 @@ def test_a_load_goes_on_with_the_same_bits(zero):
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=zero, moments_dtype=torch.bfloat16
     )
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
 
     def wrapped():
         model = DistributedDataParallel(made(), config, mesh)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from lamina.ddp import clip_grad_norm, full_gradients, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, shard_module
 from lamina.fsdp.weights.offloaded import OffloadedSum, OffloadedWeights, SideStream
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 STEPS = 3
@@ -31,9 +32,11 @@ def adamw(model):
 
 def mesh_of(world, outer=None):
     if outer is None:
-        return {"device_mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))}
+        return {"device_mesh": init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))}
     return {
-        "device_mesh": init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner")),
+        "device_mesh": init_device_mesh(
+            device_type(), (2, world // 2), mesh_dim_names=("outer", "inner")
+        ),
         "dp_shard_dim": "inner",
         "dp_outer_dim": "outer",
         "outer_dp_sharding_strategy": outer,

@@ -7,13 +7,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from lamina.collectives import Ledger
 from lamina.ddp import full_gradients, full_parameters, memory_plan
 from lamina.fsdp import fully_shard
+from lamina_testing import device_type
 from lamina_testing.toys import TinyTransformer, inputs
 
 
 def build(strategy, once):
     torch.manual_seed(3)
     model = TinyTransformer()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     model, optimizer = fully_shard(
         model, optimizer, device_mesh=mesh, dp_shard_dim="dp", zero_dp_strategy=strategy

@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+from lamina_testing import device_type
 from lamina_testing.parity import (
     MODELS,
     OPTIMIZERS,
@@ -23,8 +24,10 @@ STEPS = 5
 
 def mesh_of(world, outer):
     if outer is None:
-        return init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), {"dp_shard_dim": "dp"}
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
+        return init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",)), {
+            "dp_shard_dim": "dp"
+        }
+    mesh = init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("outer", "inner"))
     settings = {
         "dp_shard_dim": "inner",
         "dp_outer_dim": "outer",

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+from lamina_testing import device_type
 
 
 class Caching(nn.Linear):
@@ -23,7 +24,7 @@ def build():
 
 @pytest.mark.ranks(2)
 def test_a_model_whose_optimizer_is_refused_is_as_it_was(ranks):
-    mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
+    mesh = {"device_mesh": init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))}
     model = build()
     before = dict(model.named_parameters())
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -57,7 +58,7 @@ def test_state_that_was_made_on_meta_is_refused_before_anything_is_changed(ranks
 @pytest.mark.ranks(2)
 def test_lbfgs_beside_frozen_parameters_that_are_kept_in_fewer_bits(ranks):
     """They have no main weights, so it is no matter that LBFGS would not hold them."""
-    mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
+    mesh = {"device_mesh": init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))}
     model = Mixed(nn.Linear(8, 8).bfloat16().requires_grad_(False), nn.Linear(8, 8))
     x, before = torch.ones(2, 8), model[1].weight.detach().clone()
     lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=1)
@@ -76,7 +77,7 @@ def test_lbfgs_beside_frozen_parameters_that_are_kept_in_fewer_bits(ranks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("make", [torch.optim.Muon, torch.optim.Adafactor])
 def test_an_optimizer_of_whole_tensors_that_was_not_given_says_where_to_give_it(make, ranks):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model = fully_shard(nn.Sequential(nn.Linear(8, 8, bias=False)), device_mesh=mesh)
     optimizer = make(model.parameters(), lr=0.1)
     model(torch.ones(2, 8)).sum().backward()

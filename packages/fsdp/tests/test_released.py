@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lamina.buffers import StaleStorageError
 from lamina.fsdp import fully_shard, shard_module
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 
 
 class Block(nn.Module):
@@ -37,7 +38,7 @@ def sharded(way: str) -> nn.Sequential:
     """Three blocks under strategy 3, whose units are the blocks."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), Block())
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     if way != "shard_module":
         settings = {"device_mesh": mesh, "fsdp_unit_modules": [Block], "zero_dp_strategy": 3}
         model = fully_shard(model, fsdp_double_buffer=way == "slots", **settings)
@@ -124,7 +125,9 @@ def test_a_weight_that_was_taken_before_sharding_raises(ranks):
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
     weight = model[0].up.weight
-    model = fully_shard(model, device_mesh=ParallelLayout().build("cpu"), fsdp_unit_modules=[Block])
+    model = fully_shard(
+        model, device_mesh=ParallelLayout().build(device_type()), fsdp_unit_modules=[Block]
+    )
     with pytest.raises(StaleStorageError, match=r"0\.up\.weight"):
         weight.norm()
 
@@ -143,7 +146,7 @@ def test_a_unit_that_reads_another_units_weight_is_told_in_its_forward(ranks):
     first.up.register_forward_hook(lambda module, *_: other.append(module.weight))
     model = fully_shard(
         nn.Sequential(first, Block(), Reads(other)),
-        device_mesh=ParallelLayout().build("cpu"),
+        device_mesh=ParallelLayout().build(device_type()),
         fsdp_unit_modules=[Block, Reads],
         zero_dp_strategy=3,
     )

@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import fully_shard
+from lamina_testing import device_type
 from lamina_testing.oracles import bit_oracle
 from lamina_testing.toys import Block, OddNet, inputs
 
@@ -39,8 +40,8 @@ def leaf(model, step, index):
 
 def mesh_of(world, name):
     if "outer_dp_sharding_strategy" not in STRATEGIES[name]:
-        return {"device_mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))}
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
+        return {"device_mesh": init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))}
+    mesh = init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("outer", "inner"))
     return {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
 
 

@@ -12,6 +12,7 @@ from lamina.collectives.engine import reduction_class
 from lamina.ddp import clip_grad_norm
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina.mesh import make_host_groups
+from lamina_testing import device_type
 from lamina_testing.simulated import Operations, simulated_world
 from lamina_testing.toys import Block
 from lamina_testing.walk import Profile, least
@@ -25,7 +26,7 @@ def step_of(strategy, world):
     model, optimizer = fully_shard(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-3),
-        device_mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)),
+        device_mesh=init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",)),
         fsdp_unit_modules=[Block],
         zero_dp_strategy=strategy,
     )
@@ -111,7 +112,7 @@ def test_the_host_reads_nothing_from_the_device_in_a_step(strategy, ranks):
         model, optimizer = fully_shard(
             model,
             torch.optim.AdamW(model.parameters()),
-            device_mesh=init_device_mesh("cpu", (64,), mesh_dim_names=("dp",)),
+            device_mesh=init_device_mesh(device_type(), (64,), mesh_dim_names=("dp",)),
             device=torch.device("meta"),
             fsdp_unit_modules=[Block],
             zero_dp_strategy=strategy,

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lamina.buffers import Placements, Replicate, Shard
 from lamina.ddp import Cadence, Strategy, full_gradients, full_parameters
 from lamina.fsdp import fully_shard
+from lamina_testing import device_type
 from lamina_testing.parity import (
     OPTIMIZERS,
     assert_bits,
@@ -40,7 +41,7 @@ def strategy_of(states, cadence):
 def mesh_of(shape):
     names = ("outer", "inner")[-len(shape) :]
     settings = {"dp_shard_dim": "inner"} | ({"dp_outer_dim": "outer"} if len(shape) > 1 else {})
-    return {"device_mesh": init_device_mesh("cpu", shape, mesh_dim_names=names), **settings}
+    return {"device_mesh": init_device_mesh(device_type(), shape, mesh_dim_names=names), **settings}
 
 
 def check(

@@ -11,6 +11,7 @@ from lamina.collectives import Ledger
 from lamina.ddp import Cadence, clip_grad_norm, full_gradients, full_parameters, memory_plan
 from lamina.ddp.engine import resolve_strategy
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+from lamina_testing import device_type
 from lamina_testing.oracles import bit_oracle
 from lamina_testing.parity import OPTIMIZERS, assert_bits, batches, build, loss_fn, train
 from lamina_testing.toys import Block, OddNet, inputs
@@ -34,7 +35,7 @@ def cadence_in(mix):
 
 
 def mesh_of(world):
-    return init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    return init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
 
 
 def shard(model, optimizer, mix, world=2, **settings):

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from lamina.ddp import full_parameters
 from lamina.fsdp import shard_module
+from lamina_testing import device_type
 
 VOCAB, WIDTH, HEADS, KV_HEADS, TOKENS = 32, 16, 4, 2, 8
 
@@ -201,7 +202,7 @@ def parallelize_llama(mesh, fully_shard, *, compiled: bool) -> Transformer:
     if compiled:
         apply_compile(model)
     apply_fsdp(model, mesh["dp_shard"], fully_shard)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     torch.manual_seed(0)
     with torch.no_grad():
         model.init_weights(buffer_device="cpu")
@@ -239,7 +240,7 @@ def whole_values() -> dict[str, Tensor]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_torchtitans_llama_trains_by_changing_the_import(compiled, ranks):
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("dp_shard", "tp"))
     values = whole_values()
     found, losses = {}, {}
     for name, fully_shard in (("torch", torch_fully_shard), ("lamina", shard_module)):
@@ -265,10 +266,10 @@ def test_torchtitans_llama_trains_by_changing_the_import(compiled, ranks):
 
 @pytest.mark.ranks(2)
 def test_a_buffer_that_no_init_weights_has_written_is_named_by_the_first_forward(ranks):
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("dp_shard", "tp"))
     with torch.device("meta"):
         model = Transformer()
     apply_fsdp(model, mesh["dp_shard"], shard_module)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     with pytest.raises(ValueError, match="gave freqs_cis first values"):
         model(torch.zeros(2, TOKENS, dtype=torch.int64))

@@ -19,6 +19,7 @@ from lamina.ddp import clip_grad_norm, full_gradients, full_parameters
 from lamina.fsdp import UnavailableError, fully_shard
 from lamina.mesh import ParallelLayout, mark, role_of
 from lamina.mesh.engine import mesh_axis
+from lamina_testing import device_type
 from lamina_testing.toys import Block
 
 from .tp_models import (
@@ -225,7 +226,7 @@ def test_state_that_an_optimizer_has_of_dtensors_comes_along(ranks):
 
 @pytest.mark.ranks(2)
 def test_a_call_that_was_refused_can_be_made_again_with_dtensors(ranks):
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
     model = parallelized(mesh)
     optimizer = sgd(model.blocks[0].up)
     settings = {"device_mesh": mesh, "dp_shard_dim": "dp"}
@@ -267,7 +268,7 @@ def test_a_copy_of_a_model_that_holds_dtensors_trains_like_it(strategy, ranks):
 
 @pytest.mark.ranks(2)
 def test_dtensors_that_cannot_be_cut_again_are_named(ranks):
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
         model = TorchNet()
     parallelize_module(model.blocks[0], mesh["tp"], plan())
@@ -293,7 +294,7 @@ class ExpertNet(nn.Module):
 @pytest.mark.ranks(4)
 @STRATEGIES
 def test_experts_are_cut_over_their_own_axis_and_scaled_by_the_dense_ranks(strategy, ranks):
-    mesh = ParallelLayout(ep=2).build("cpu")
+    mesh = ParallelLayout(ep=2).build(device_type())
     torch.manual_seed(2)
     model = ExpertNet()
     plain = copy.deepcopy(model)

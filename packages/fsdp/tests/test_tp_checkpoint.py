@@ -11,6 +11,7 @@ from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard, fully_shard_optimizer, shard_module
 from lamina.mesh import ParallelLayout, mark
 from lamina.mesh.engine import mesh_axis
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 from .tp_models import (
@@ -91,14 +92,14 @@ def test_saved_on_2x2_loaded_on_other_meshes_and_without_tp(saved, loaded, ranks
         step(*one, 2)
     assert_same([full_parameters(other)], [full_parameters(model)])
 
-    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))  # no tp
-    one_tp = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    flat = init_device_mesh(device_type(), (4,), mesh_dim_names=("dp",))  # no tp
+    one_tp = init_device_mesh(device_type(), (4, 1), mesh_dim_names=("dp", "tp"))
     for where, its_axis in ((flat, None), (one_tp, mesh_axis(one_tp, "tp"))):
         other, its = on(where, loaded, its_axis)
         load(other, its, path)
         assert_same((full_parameters(other), averages(other, its)), wanted)
 
-    pair = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))  # tp 2, another dp
+    pair = DeviceMesh(device_type(), [[0, 1]], mesh_dim_names=("dp", "tp"))  # tp 2, another dp
     alone = torch.distributed.new_group([0, 1])
     if ranks.rank < 2:
         its_axis = mesh_axis(pair, "tp")
@@ -113,7 +114,7 @@ def test_saved_on_2x2_loaded_on_other_meshes_and_without_tp(saved, loaded, ranks
 
 @pytest.mark.ranks(4)
 def test_saved_without_tp_loaded_on_2x2_and_a_whole_tensor_by_hand(ranks, tmp_path):
-    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    flat = init_device_mesh(device_type(), (4,), mesh_dim_names=("dp",))
     model, optimizer = on(flat, 3, None)
     step(model, optimizer, 0)
     path = str(tmp_path / "checkpoint")
@@ -136,14 +137,14 @@ def test_saved_without_tp_loaded_on_2x2_and_a_whole_tensor_by_hand(ranks, tmp_pa
 @pytest.mark.ranks(2)
 def test_whole_tensors_of_what_tp_has_cut_are_refused_by_name(ranks):
     settings = {"dp_shard_dim": "dp", "preproc_state_dict_for_dcp_ckpt": False}
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
     torch_made = OddNet(width=6)
     parallelize_module(torch_made.blocks[0], mesh["tp"], {"up": ColwiseParallel()})
     for model in (Net(mesh_axis(mesh, "tp")), torch_made):
         for _ in range(2):  # nothing has happened: the second time is the first
             with pytest.raises(ValueError, match=r"ckpt=False: [\w.]+ of shape .* is cut"):
                 fully_shard(model, device_mesh=mesh, **settings)
-    no_tp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    no_tp = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("dp", "tp"))
     model = fully_shard(Net(mesh_axis(no_tp, "tp")), device_mesh=no_tp, **settings)
     assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
 
@@ -168,7 +169,7 @@ def test_dtensors_are_saved_as_the_tensors_they_are_parts_of(module_by_module, r
     plain = OddNet(width=6)
     its = adamw(plain)
     plain, its = fully_shard(
-        plain, its, device_mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        plain, its, device_mesh=init_device_mesh(device_type(), (4,), mesh_dim_names=("dp",))
     )
     load(plain, its, path)
     torch.manual_seed(1)
@@ -185,7 +186,7 @@ def test_dtensors_are_saved_as_the_tensors_they_are_parts_of(module_by_module, r
 
 @pytest.mark.ranks(2)
 def test_a_mark_that_the_mesh_contradicts_is_named(ranks):
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
     model = Block(6)
     mark(model.up.weight, tp_shard_dim=0, tp_blocks=(6, 12))  # all of it: tp of one
     with pytest.raises(ValueError, match=r"up\.weight is marked .*2 ranks of 'tp'"):
@@ -194,7 +195,7 @@ def test_a_mark_that_the_mesh_contradicts_is_named(ranks):
 
 @pytest.mark.ranks(2)
 def test_module_by_module_a_marked_piece_is_not_saved_as_the_whole(ranks):
-    layout = ParallelLayout(dp_shard=1, tp=2).build("cpu")
+    layout = ParallelLayout(dp_shard=1, tp=2).build(device_type())
     model = Block(6)
     mark(model.up.weight, tp_shard_dim=0)
     held = shard_module(model, layout).state_dict()
@@ -202,7 +203,7 @@ def test_module_by_module_a_marked_piece_is_not_saved_as_the_whole(ranks):
     assert held["norm.weight"].size() == (6,)
     model = nn.Sequential(Block(6))
     mark(model[0].up.weight, tp_shard_dim=0)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
     shard_module(model[0], mesh["dp"])
     shard_module(model, mesh["dp"])
     with pytest.raises(ValueError, match=r"up\.weight is marked tp_shard_dim=0.*ParallelMesh"):

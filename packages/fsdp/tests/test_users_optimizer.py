@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lamina.ddp import ShardedGradScaler, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from lamina.mesh import ParallelLayout, mark
+from lamina_testing import device_type
 from lamina_testing.toys import Block, OddNet, inputs
 
 
@@ -30,11 +31,13 @@ def shard(world, outer=None, **settings):
     model = build()
     optimizer = sgd(model, foreach=outer is None)
     if outer is None:
-        mesh = {"device_mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))}
+        mesh = {"device_mesh": init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))}
     else:
         shape = (2, world // 2)
         mesh = {
-            "device_mesh": init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")),
+            "device_mesh": init_device_mesh(
+                device_type(), shape, mesh_dim_names=("outer", "inner")
+            ),
             "dp_shard_dim": "inner",
             "dp_outer_dim": "outer",
             "outer_dp_sharding_strategy": outer,
@@ -140,12 +143,12 @@ class OneOverflow(nn.Module):
 @pytest.mark.parametrize("axis", ["dp_shard", "tp"])
 def test_one_overflow_anywhere_skips_the_step_everywhere(axis, fused, ranks):
     """A plain scaler is refused where other ranks hold other parameters."""
-    mesh = ParallelLayout(**{axis: 2}).build("cpu")
+    mesh = ParallelLayout(**{axis: 2}).build(device_type())
     for settings in ({}, {"sync_model_each_microbatch": False}):
         model = OneOverflow(axis == "tp")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
         model, optimizer = fully_shard(model, optimizer, device_mesh=mesh, **settings)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaler = torch.amp.GradScaler(device_type(), init_scale=2.0**10)
         if axis == "tp":
             scaler.scale(model(1.0)).backward()
             with pytest.raises(RuntimeError, match=r"1 of the 2 ranks.*ShardedGradScaler\(mesh\)"):
@@ -165,7 +168,7 @@ def test_one_overflow_anywhere_skips_the_step_everywhere(axis, fused, ranks):
 @pytest.mark.ranks(2)
 def test_an_optimizer_nobody_was_told_of_beside_one_that_was(ranks):
     """It may be the only one to step."""
-    mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
+    mesh = {"device_mesh": init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))}
     bf16 = {"mixed_precision_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     for settings in ({"zero_dp_strategy": 1}, {"zero_dp_strategy": 2}, bf16):
         model = build()
@@ -186,7 +189,7 @@ def test_an_optimizer_nobody_was_told_of_beside_one_that_was(ranks):
 @pytest.mark.ranks(2)
 def test_one_optimizer_steps_over_several_sharded_modules(ranks):
     """Given with each, or once with what holds both; also one that steps over whole matrices."""
-    mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
+    mesh = {"device_mesh": init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))}
     torch.manual_seed(7)
     plain = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
 

@@ -13,6 +13,7 @@ from lamina.ddp.engine import WireBytes
 from lamina.ddp.inspect.wire import codec_of
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 from lamina_testing.toys import Block
 
 from .test_api_encoded import Int8
@@ -44,7 +45,7 @@ def test_leaves_that_are_no_whole_subtree_are_in_the_plan(strategy, ranks):
     model, optimizer = fully_shard(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        device_mesh=ParallelLayout(dp_replicate=ranks.world_size // 3).build("cpu"),
+        device_mesh=ParallelLayout(dp_replicate=ranks.world_size // 3).build(device_type()),
         dp_outer_dim="dp_replicate",
         fsdp_unit_modules=[Block],
         zero_dp_strategy=strategy,
@@ -89,7 +90,7 @@ def test_the_plan_of_a_step_is_what_the_ledger_counts(monkeypatch, strategy, rep
     model, optimizer = fully_shard(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        device_mesh=ParallelLayout(dp_replicate=replicate).build("cpu"),
+        device_mesh=ParallelLayout(dp_replicate=replicate).build(device_type()),
         dp_outer_dim="dp_replicate",
         fsdp_unit_modules=[Block],
         zero_dp_strategy=strategy,

@@ -13,6 +13,7 @@ from lamina.fsdp import (
     shard_module,
 )
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 
 
 def build():
@@ -20,7 +21,7 @@ def build():
 
 
 def over_torch(model):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     return TorchFullyShardedDataParallel(model, TorchFullyShardedDataParallelConfig(), mesh)
 
 

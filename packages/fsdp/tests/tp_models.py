@@ -7,12 +7,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.collectives import all_gather_into, copy_to, reduce_from
 from lamina.mesh import mark, role_of
+from lamina_testing import device_type
 
 WIDTH, HEADS, INNER = 8, 4, 12
 
 
 def mesh_2x2():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def sgd(model):

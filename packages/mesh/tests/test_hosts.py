@@ -15,6 +15,7 @@ from lamina.mesh.engine import (
     ranks_per_host,
     split_over_hosts,
 )
+from lamina_testing import device_type
 
 
 @pytest.mark.parametrize(
@@ -89,8 +90,8 @@ def test_groups_over_hosts_have_the_backend_of_their_group(monkeypatch):
 def test_groups_of_a_mesh_that_sum_come_with_groups_over_hosts(monkeypatch):
     monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")
     for mesh in (
-        ParallelLayout().build("cpu"),
-        init_device_mesh("cpu", (4,), mesh_dim_names=["dp"]),
+        ParallelLayout().build(device_type()),
+        init_device_mesh(device_type(), (4,), mesh_dim_names=["dp"]),
     ):
         axis = mesh_axis(mesh, "dp")
         assert (host_groups(axis.group) is not None) is isinstance(mesh, ParallelMesh)

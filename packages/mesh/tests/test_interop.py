@@ -17,12 +17,13 @@ from torch.distributed.tensor.parallel import (
 
 from lamina.mesh import ParallelLayout
 from lamina.mesh.engine import DENSE_AXES
+from lamina_testing import device_type
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "dp_replicate": 2}, {"dp_replicate": 2}])
 def test_fsdp2_with_tensor_parallelism_matches_one_process(sizes: dict[str, int]) -> None:
-    mesh = ParallelLayout(**sizes).build("cpu")
+    mesh = ParallelLayout(**sizes).build(device_type())
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     cut = copy.deepcopy(whole)
@@ -40,7 +41,7 @@ def test_fsdp2_with_tensor_parallelism_matches_one_process(sizes: dict[str, int]
 
 @pytest.mark.ranks(4)
 def test_dtensors_live_on_single_whole_and_derived_meshes() -> None:
-    mesh = ParallelLayout(cp=2, tp=2).build("cpu")
+    mesh = ParallelLayout(cp=2, tp=2).build(device_type())
     values = torch.arange(8.0)
     for name in ("tp", "dp_cp", "dp_shard_cp", "dp_shard", "ep", "expert_dp"):
         assert torch.equal(distribute_tensor(values, mesh[name], [Shard(0)]).full_tensor(), values)

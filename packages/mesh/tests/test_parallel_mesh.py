@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from lamina.mesh import AxisError, ParallelLayout, init_distributed
 from lamina.mesh.engine import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, GroupCreationError, mesh_axis
 from lamina.mesh.process_groups import current_world, group_of
+from lamina_testing import device_type
 from lamina_testing.parametrization import needs_torch
 from lamina_testing.work import executed_by
 
@@ -29,7 +30,7 @@ EIGHT = [
 
 
 def check_groups_against_numpy(sizes: dict[str, int]) -> None:
-    mesh = ParallelLayout(**sizes).build("cpu")
+    mesh = ParallelLayout(**sizes).build(device_type())
     rank = dist.get_rank()
     for axes, torch_mesh in ((DENSE_AXES, mesh.mesh), (EXPERT_AXES, mesh.expert_mesh)):
         array = np.arange(dist.get_world_size()).reshape(torch_mesh.shape)
@@ -71,14 +72,14 @@ def test_collectives_reach_the_ranks_of_the_axis_on_eight(sizes: dict[str, int])
 @pytest.mark.ranks(2)
 def test_a_mesh_can_be_made_while_tensors_are_made_on_another_device() -> None:
     with torch.device("meta"):
-        mesh = ParallelLayout(tp=2).build("cpu")
+        mesh = ParallelLayout(tp=2).build(device_type())
     assert mesh["tp"].mesh.tolist() == [0, 1]
     assert not mesh.mesh.mesh.is_meta
 
 
 @pytest.mark.ranks(4)
 def test_equal_meshes_share_groups_and_siblings() -> None:
-    first, second = (ParallelLayout(tp=2, ep=2).build("cpu") for _ in range(2))
+    first, second = (ParallelLayout(tp=2, ep=2).build(device_type()) for _ in range(2))
     for name in ALL_AXES:
         assert first.group(name) is second.group(name)
         assert first.axis(name).sibling("gather") is second.axis(name).sibling("gather")
@@ -87,7 +88,7 @@ def test_equal_meshes_share_groups_and_siblings() -> None:
 
 @pytest.mark.ranks(4)
 def test_axes_over_the_same_ranks_share_one_group_whoever_asks_first() -> None:
-    mesh = ParallelLayout(cp=2).build("cpu")
+    mesh = ParallelLayout(cp=2).build(device_type())
     # Some members know the group by one name first, some by another: they must find each other.
     names = ["expert_dp", "dp_shard_cp", "dp_cp"]
     groups = {mesh.group(name) for name in (names if mesh.rank % 2 else reversed(names))}
@@ -98,7 +99,7 @@ def test_axes_over_the_same_ranks_share_one_group_whoever_asks_first() -> None:
 
 @pytest.mark.ranks(2)
 def test_a_sibling_is_another_communicator_made_once() -> None:
-    axis = ParallelLayout().build("cpu").axis("dp_shard")
+    axis = ParallelLayout().build(device_type()).axis("dp_shard")
     sibling = axis.sibling("gather")
     assert sibling is not axis.group
     assert sibling is axis.sibling("gather")
@@ -114,7 +115,7 @@ def test_a_sibling_is_another_communicator_made_once() -> None:
 def test_groups_can_be_made_by_members_with_different_pasts() -> None:
     # The embedding group exists on stages 0 and 3 only. What all stages make afterwards must
     # still be found, though some have made more groups than others.
-    mesh = ParallelLayout(pp=4).build("cpu")
+    mesh = ParallelLayout(pp=4).build(device_type())
     embedding = mesh.embedding_group
     assert (embedding is None) == (mesh.coordinate["pp"] in (1, 2))
     if embedding is not None:
@@ -125,14 +126,14 @@ def test_groups_can_be_made_by_members_with_different_pasts() -> None:
 
 @pytest.mark.ranks(4)
 def test_the_embedding_group_joins_first_and_last_stage_at_equal_coordinates() -> None:
-    mesh = ParallelLayout(pp=2, tp=2).build("cpu")
+    mesh = ParallelLayout(pp=2, tp=2).build(device_type())
     assert mesh.embedding_axis.ranks == (mesh.coordinate["tp"], mesh.coordinate["tp"] + 2)
     assert mesh.embedding_group.group_desc == "embedding"
 
 
 @pytest.mark.ranks(1)
 def test_one_stage_has_an_embedding_axis_of_one_and_needs_no_group() -> None:
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     assert mesh.embedding_axis.size == 1
     assert mesh.embedding_group is None
     assert all(mesh.group(name) is None for name in ALL_AXES)
@@ -141,7 +142,7 @@ def test_one_stage_has_an_embedding_axis_of_one_and_needs_no_group() -> None:
 
 @pytest.mark.ranks(64, backend="fake")
 def test_axes_can_be_taken_as_one() -> None:
-    mesh = ParallelLayout(pp=2, dp_replicate=2, cp=2, tp=2, ep=8).build("cpu")
+    mesh = ParallelLayout(pp=2, dp_replicate=2, cp=2, tp=2, ep=8).build(device_type())
     assert mesh.axis(("dp_replicate", "dp_shard")) == mesh.axis("dp")
     assert mesh.axis(("dp", "cp")) == mesh.axis("dp_cp")
     assert mesh.axis(("pp", "tp")).ranks == (0, 1, 32, 33)
@@ -153,7 +154,7 @@ def test_axes_can_be_taken_as_one() -> None:
 
 @pytest.mark.ranks(8, backend="fake")
 def test_axes_that_are_not_there_are_refused_with_those_that_are() -> None:
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     with pytest.raises(AxisError, match=r"no axis 'sp' on ParallelMesh\(.*it has: pp, dp_rep.*ep"):
         mesh.axis("sp")
     with pytest.raises(AxisError, match="mix dense axes"):
@@ -170,7 +171,7 @@ def test_axes_that_are_not_there_are_refused_with_those_that_are() -> None:
 
 @pytest.mark.ranks(8, backend="fake")
 def test_a_copied_module_keeps_the_mesh_and_a_pickled_one_says_why_not() -> None:
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     holder = torch.nn.Linear(1, 1)
     holder.mesh, holder.tp = mesh, mesh.axis("tp")
     twin = copy.deepcopy(holder)
@@ -182,7 +183,7 @@ def test_a_copied_module_keeps_the_mesh_and_a_pickled_one_says_why_not() -> None
 
 @pytest.mark.ranks(64, backend="fake")
 def test_describe_shows_this_rank_and_counts_the_others() -> None:
-    mesh = ParallelLayout(pp=2, tp=4, ep=4).build("cpu")
+    mesh = ParallelLayout(pp=2, tp=4, ep=4).build(device_type())
     text = mesh.describe(max_ranks=6)
     lines = text.splitlines()
     assert lines[0] == "64 ranks on cpu, this is rank 0"
@@ -198,14 +199,14 @@ def use_a_mesh_of(world: int, layout: ParallelLayout) -> None:
     """Build every axis and group of a mesh from one rank's place in it."""
     rank = world - 11_215
     with init_distributed("fake", world_size=world, rank=rank):
-        mesh = layout.build("cpu")
+        mesh = layout.build(device_type())
         for name in ALL_AXES:
             assert mesh[name].get_local_rank() == mesh.axis(name).rank
             mesh.axis(name).sibling("gather")
         assert mesh.axis("dp_cp").size == world // 128
         assert rank in mesh.embedding_axis.ranks if mesh.embedding_axis else True
         assert "65,000" not in mesh.describe()
-        assert ParallelLayout().build("cpu").axis("dp").size == world
+        assert ParallelLayout().build(device_type()).axis("dp").size == world
         assert len({mesh.group(name) for name in ALL_AXES}) <= len(ALL_AXES)
 
 
@@ -222,12 +223,12 @@ def test_a_mesh_of_65536_ranks_takes_the_calls_of_one_of_16384() -> None:
 
 def test_a_mesh_before_the_start_says_what_to_call() -> None:
     with pytest.raises(RuntimeError, match=r"call lamina\.mesh\.init_distributed\(\) first"):
-        ParallelLayout().build("cpu")
+        ParallelLayout().build(device_type())
 
 
 @pytest.mark.ranks(2)
 def test_a_member_that_never_comes_is_reported_with_axis_and_ranks(ranks) -> None:
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     current_world().timeout = timedelta(seconds=1)
     if ranks.rank == 0:
         with pytest.raises(

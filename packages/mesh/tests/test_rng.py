@@ -28,6 +28,7 @@ from lamina.mesh import (
     set_rng_state,
 )
 from lamina.mesh.engine import recompute_contexts, require_stream
+from lamina_testing import device_type
 
 
 def stream_draw(name: str) -> list[float]:
@@ -62,7 +63,7 @@ def check_who_draws_the_same(mesh: Any, place: dict[str, int], equal: dict[str, 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("sizes", [{"pp": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2}])
 def test_ranks_draw_the_same_exactly_where_they_should(sizes: dict[str, int]) -> None:
-    mesh = ParallelLayout(**sizes).build("cpu")
+    mesh = ParallelLayout(**sizes).build(device_type())
     place = {n: mesh.coordinate[n] for n in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     data = {"dp_replicate", "dp_shard"}
     equal = {
@@ -76,7 +77,7 @@ def test_ranks_draw_the_same_exactly_where_they_should(sizes: dict[str, int]) ->
 
 @pytest.mark.ranks(4)
 def test_plain_meshes_seed_by_the_names_of_their_dimensions() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicas", "tp"))
     place = dict(zip(("replicas", "tp"), mesh.get_coordinate(), strict=True))
     equal = {"parameters": {"replicas", "tp"}, "dropout": {"tp"}, "tp": set()}
     check_who_draws_the_same(mesh, place, equal)
@@ -92,7 +93,7 @@ def test_parameters_do_not_depend_on_the_number_of_replicas() -> None:
     drawn = []
     for world_size in (1, 8, 64):
         with init_distributed("fake", world_size=world_size, rank=world_size - 1):
-            drawn.append(draws_of(7, ParallelLayout().build("cpu"))["parameters"])
+            drawn.append(draws_of(7, ParallelLayout().build(device_type()))["parameters"])
     assert drawn[0] == drawn[1] == drawn[2]
 
 

@@ -30,6 +30,7 @@ from lamina.models import (
     routing_statistics,
 )
 from lamina.models.engine import cut_weight
+from lamina_testing import device_type
 
 from . import moe_oracle
 
@@ -155,7 +156,7 @@ class Run:
 
     def __init__(self, case, config):
         self.case = case
-        self.mesh = ParallelLayout(**case.axes).build("cpu")
+        self.mesh = ParallelLayout(**case.axes).build(device_type())
         model = GPTModel(config, self.mesh, seed=1)
         model = model.to(torch.float32 if case.fp32 else torch.float64)
         for module in model.modules():

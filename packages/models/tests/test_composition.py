@@ -12,6 +12,7 @@ from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout, role_of
 from lamina.models import GPTModel, TransformerConfig, apply_recompute
 from lamina.models.engine import cut_weight
+from lamina_testing import device_type
 
 CONFIG = TransformerConfig(
     vocab_size=64,
@@ -46,7 +47,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("case", list(CASES))
 def test_training_equals_one_process(case):
     axes, strategy, recompute, tied = CASES[case]
-    mesh = ParallelLayout(**axes).build("cpu")
+    mesh = ParallelLayout(**axes).build(device_type())
     config = replace(CONFIG, tie_embeddings=tied)
     whole = GPTModel(config, seed=1).double()
     model = apply_recompute(GPTModel(config, mesh, seed=1).double(), recompute)

@@ -26,7 +26,7 @@ from lamina.models.attention import pieced as pieces
 from lamina.models.attention.context_parallel import Ring, positions_of
 from lamina.models.attention.kernels import Flex, Varlen
 from lamina.models.attention.pieced import InPieces
-from lamina_testing import Meter
+from lamina_testing import Meter, device_type
 
 WAYS = ("ring", "all_gather", "ulysses")
 LLAMA = TransformerConfig(
@@ -64,7 +64,7 @@ def batch(step: int, documents: bool) -> dict[str, torch.Tensor]:
 
 def train_alike(config, layout, *, documents=False, recompute="none", dtype=torch.float64):
     """Train one process and the mesh side by side, and compare parameters and losses."""
-    mesh = layout.build("cpu")
+    mesh = layout.build(device_type())
     whole = GPTModel(config, seed=5).to(dtype)
     model = apply_recompute(GPTModel(config, mesh, seed=5).to(dtype), recompute)
     optimizers = [
@@ -139,7 +139,7 @@ def test_recomputation_goes_with_it(way, recompute):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_logits_come_back_whole_and_in_order(way):
-    mesh = ParallelLayout(cp=2).build("cpu")
+    mesh = ParallelLayout(cp=2).build(device_type())
     config = replace(LLAMA, context_parallel=way)
     tokens = batch(0, False)["tokens"]
     whole, model = GPTModel(config, seed=5), GPTModel(config, mesh, seed=5)
@@ -148,7 +148,7 @@ def test_logits_come_back_whole_and_in_order(way):
 
 @pytest.mark.ranks(3)
 def test_a_sequence_that_is_cut_and_joined_is_itself():
-    axis = ParallelLayout(cp=3).build("cpu").axis("cp")
+    axis = ParallelLayout(cp=3).build(device_type()).axis("cp")
     x = torch.arange(36.0).view(2, 18)
     piece = cut_sequence(x, axis)
     chunk = 3
@@ -165,7 +165,7 @@ def test_the_ring_gathers_nothing_and_holds_two_blocks_that_pass(monkeypatch):
     monkeypatch.setattr(
         pieces, "merge", lambda *both: merged.append({x.dtype for x in both[:2]}) or merge(*both)
     )
-    axis = ParallelLayout(cp=4).build("cpu").axis("cp")
+    axis = ParallelLayout(cp=4).build(device_type()).axis("cp")
     sequence = 1024
     attention = SelfAttention(LLAMA)
     tokens = torch.zeros(1, sequence, dtype=torch.int32)
@@ -195,7 +195,7 @@ def test_the_ring_gathers_nothing_and_holds_two_blocks_that_pass(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_gathered_keys_write_out_no_pairs(ranks):
-    axis = ParallelLayout(cp=2).build("cpu").axis("cp")
+    axis = ParallelLayout(cp=2).build(device_type()).axis("cp")
     sequence = 2048
     config = replace(LLAMA, context_parallel="all_gather")
     tokens = torch.zeros(1, sequence, dtype=torch.int32)
@@ -212,7 +212,7 @@ def test_gathered_keys_write_out_no_pairs(ranks):
 
 @pytest.mark.ranks(2)
 def test_the_ring_sends_the_next_block_while_it_attends_to_one():
-    mesh = ParallelLayout(cp=2).build("cpu")
+    mesh = ParallelLayout(cp=2).build(device_type())
     model = GPTModel(replace(LLAMA, num_layers=1), mesh, seed=5)
     moments = []
 
@@ -235,7 +235,7 @@ def test_the_ring_sends_the_next_block_while_it_attends_to_one():
 @pytest.mark.parametrize("way", ["all_gather", "ulysses"])
 def test_attention_dropout_over_ranks_is_one_processs_with_the_same_elements_dropped(way):
     """Values are unit vectors, so that results show every probability, dropped ones too."""
-    mesh = ParallelLayout(cp=2).build("cpu")
+    mesh = ParallelLayout(cp=2).build(device_type())
     axis, rate, size = mesh.axis("cp"), 0.25, 16
     config = replace(LLAMA, num_heads=2, context_parallel=way, attention_dropout=rate)
     core = SelfAttention(config).core
@@ -284,7 +284,7 @@ def test_attention_dropout_over_ranks_is_one_processs_with_the_same_elements_dro
 
 @pytest.mark.ranks(2)
 def test_what_cannot_be_is_refused():
-    mesh = ParallelLayout(cp=2).build("cpu")
+    mesh = ParallelLayout(cp=2).build(device_type())
     with pytest.raises(ValueError, match="'ring' has no attention_dropout"):
         GPTModel(replace(LLAMA, attention_dropout=0.1), mesh)
     model = replace(LLAMA, attention_dropout=0.1)
@@ -317,7 +317,7 @@ def test_what_cannot_be_is_refused():
 
 @pytest.mark.ranks(2)
 def test_a_layer_may_scale_its_scores_by_itself():
-    mesh = ParallelLayout(cp=2).build("cpu")
+    mesh = ParallelLayout(cp=2).build(device_type())
     tokens = batch(0, False)["tokens"]
     logits = {}
     for way in (None, *WAYS):

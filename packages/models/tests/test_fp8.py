@@ -28,6 +28,7 @@ from lamina.models import (
 )
 from lamina.models.pipelining.module import GPTStage, Microbatch
 from lamina.models.precision import fp8
+from lamina_testing import device_type
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CONFIG = TransformerConfig(
@@ -164,7 +165,7 @@ def test_delayed_scales_follow_from_the_steps_before():
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
 def test_cut_layers_multiply_what_the_whole_layer_does(name, sequence_parallel):
-    axis = ParallelLayout(tp=2).build("cpu").axis("tp")
+    axis = ParallelLayout(tp=2).build(device_type()).axis("tp")
     first, second = numbers(8, 32, seed=1), numbers(8, 64, seed=2)
     for kind in (ColumnParallelLinear, RowParallelLinear):
         column = kind is ColumnParallelLinear
@@ -207,7 +208,7 @@ def test_cut_layers_multiply_what_the_whole_layer_does(name, sequence_parallel):
 
 @pytest.mark.ranks(2)
 def test_parallelize_module_keeps_the_precision():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     config = replace(CONFIG, ffn_size=64, precision=PRECISIONS["delayed"])
     model = GPTModel(config, seed=1)
     parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
@@ -386,7 +387,7 @@ def test_half_precision_models_and_autocast_multiply_in_fp8(half):
         torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
         if half is torch.bfloat16:
             model = GPTModel(CONFIG, seed=1)
-            with torch.autocast("cpu", dtype=half):
+            with torch.autocast(device_type(), dtype=half):
                 loss = model(**batch(0))
             loss.backward()
             assert products.scaled == 72
@@ -403,7 +404,7 @@ def test_a_model_in_fp8_compiles_into_one_graph():
 
 @pytest.mark.ranks(2, timeout=120)
 def test_a_compiled_layer_in_fp8_over_tp_trains_and_evaluates_like_a_plain_one():
-    axis = ParallelLayout(tp=2).build("cpu").axis("tp")
+    axis = ParallelLayout(tp=2).build(device_type()).axis("tp")
     plain, compiled = (
         layer_in(PRECISIONS["tensorwise"], axis, RowParallelLinear) for _ in range(2)
     )

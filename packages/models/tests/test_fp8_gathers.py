@@ -20,7 +20,7 @@ from lamina.models import (
     apply_recompute,
     float8_weights,
 )
-from lamina_testing import Meter
+from lamina_testing import Meter, device_type
 
 CONFIG = TransformerConfig(
     vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, ffn_size=48, max_sequence_length=32,
@@ -42,7 +42,7 @@ def sharded(config=CONFIG, *, codec=True, param_dtype=None, **settings):
         encoded=float8_weights(model),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     return fully_shard(
         model, optimizer, device_mesh=mesh, mixed_precision_policy=policy, **settings
     )
@@ -140,7 +140,7 @@ def test_a_model_from_the_meta_device_with_histories_trains(ranks):
     with torch.device("meta"):
         model = GPTModel(config, seed=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp_shard",))
     model, optimizer = fully_shard(
         model, optimizer, device_mesh=mesh, init_model_with_meta_device=True
     )

@@ -12,6 +12,7 @@ from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout, role_of
 from lamina.models import GPTModel, Precision, TransformerConfig, pipeline
 from lamina.models.engine import cut_weight
+from lamina_testing import device_type
 
 CONFIG = TransformerConfig(
     vocab_size=48, hidden_size=32, num_layers=4, num_heads=2, ffn_size=64, max_sequence_length=64,
@@ -38,7 +39,7 @@ def batch(seed: int, size: int = 2) -> dict[str, torch.Tensor]:
 def test_stages_train_in_fp8_like_one_process(name, schedule, ranks):
     """On the same microbatches: equal tensors have equal scales, but for delayed ones."""
     config = replace(CONFIG, precision=PRECISIONS[name])
-    mesh = ParallelLayout(pp=2).build("cpu")
+    mesh = ParallelLayout(pp=2).build(device_type())
     runner = pipeline(GPTModel(config, mesh, seed=1), mesh, schedule, 4)
     whole = GPTModel(config, seed=1)
     optimizers = [torch.optim.SGD(m.parameters(), 0.05) for m in (runner, whole)]
@@ -64,7 +65,7 @@ def test_stages_train_in_fp8_like_one_process(name, schedule, ranks):
 
 @pytest.mark.ranks(2)
 def test_delayed_scales_are_equal_on_all_ranks_and_resume_as_they_would_go_on(ranks):
-    mesh = ParallelLayout(dp_shard=2).build("cpu")
+    mesh = ParallelLayout(dp_shard=2).build(device_type())
     config = replace(CONFIG, num_layers=1, precision=PRECISIONS["delayed"])
 
     def train(model, steps):
@@ -94,7 +95,7 @@ def test_delayed_scales_are_equal_on_all_ranks_and_resume_as_they_would_go_on(ra
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
 def test_cut_and_sharded_layers_train_in_fp8_like_one_process(name, ranks):
     config = replace(CONFIG, num_layers=2, precision=PRECISIONS[name])
-    mesh = ParallelLayout(dp_shard=2, tp=2).build("cpu")
+    mesh = ParallelLayout(dp_shard=2, tp=2).build(device_type())
     model = fully_shard(GPTModel(config, mesh, seed=1), device_mesh=mesh)
     whole = GPTModel(config, seed=1)
     model(**batch(mesh.axis("dp").rank)).backward()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lamina.mesh import ParallelLayout, seed_everything
 from lamina.models import GPTModel, TransformerConfig, generate
+from lamina_testing import device_type
 
 CONFIG = TransformerConfig(
     vocab_size=50, hidden_size=16, num_layers=1, num_heads=2, ffn_size=24, max_sequence_length=16
@@ -20,7 +21,7 @@ PROMPT = torch.arange(8).view(2, 4)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axis", ["cp", "tp"])
 def test_ranks_of_one_sequence_sample_the_same_tokens(axis, ranks):
-    mesh = ParallelLayout(**{axis: 2}).build("cpu")
+    mesh = ParallelLayout(**{axis: 2}).build(device_type())
     with seed_everything(3, mesh):
         model = GPTModel(CONFIG, mesh)
     # Along cp generators differ by now; along tp a user's may.

@@ -32,7 +32,7 @@ from lamina.models import (
 from lamina.models.activation_memory import recompute as recompute_module
 from lamina.models.activation_memory.offload import Offloader
 from lamina.models.engine import cut_weight
-from lamina_testing import Meter
+from lamina_testing import Meter, device_type
 
 CONFIG = TransformerConfig(
     vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, ffn_size=48, max_sequence_length=32
@@ -78,7 +78,7 @@ def wrap(model, mesh, strategy):
     ],
 )
 def test_training_equals_one_process(name, strategy, recompute, ranks, monkeypatch):
-    mesh = ParallelLayout(dp_shard=2).build("cpu")
+    mesh = ParallelLayout(dp_shard=2).build(device_type())
     model = GPTModel(CONFIGS[name], seed=1).double()
     # A CPU is a device too; weights, which may lie in a slot, stay where they are.
     monkeypatch.setattr(recompute_module, "Offloader", partial(Offloader, ("cpu",)))
@@ -107,7 +107,7 @@ def test_training_equals_one_process(name, strategy, recompute, ranks, monkeypat
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_cut_layers_train_like_one_process(sequence_parallel):
-    mesh = ParallelLayout(dp_shard=2, tp=2).build("cpu")
+    mesh = ParallelLayout(dp_shard=2, tp=2).build(device_type())
     config = replace(CONFIG, sequence_parallel=sequence_parallel)
     model, optimizer = wrap(GPTModel(config, mesh, seed=1).double(), mesh, 2)
     whole = GPTModel(config, seed=1).double()
@@ -188,7 +188,7 @@ def test_no_weight_gradient_is_copied_in_fp8(wrapper, ranks):
 )
 def test_no_weight_gradient_is_copied_in_a_pipeline(schedule, wrapper, precision, ranks):
     """In a whole step: a gather places its own shard, and FP8 quantises weights, no more."""
-    mesh = ParallelLayout(pp=2, dp_shard=2).build("cpu")
+    mesh = ParallelLayout(pp=2, dp_shard=2).build(device_type())
     model = GPTModel(replace(WIDE, precision=precision), mesh, seed=1)
     layout = [1, 1] if schedule == "1f1b" else [0, 1, 1, 0]
     runner = pipeline(
@@ -215,7 +215,7 @@ def data_parallel(module, mesh, wrapper):
 
 
 def check_copies(config, axes, wrapper):
-    mesh = ParallelLayout(**axes).build("cpu")
+    mesh = ParallelLayout(**axes).build(device_type())
     wide = config.hidden_size == WIDE.hidden_size
     own, own_gathered = own_copies(GPTModel(config, mesh, seed=1), wide)
     bare = GPTModel(config, mesh, seed=1)
@@ -239,7 +239,7 @@ def check_copies(config, axes, wrapper):
 
 @pytest.mark.ranks(1)
 def test_bf16_and_fp8_layers_write_into_fp32_gradients(ranks):
-    mesh = ParallelLayout(dp_shard=1).build("cpu")
+    mesh = ParallelLayout(dp_shard=1).build(device_type())
     for precision in (Precision(), Precision(backend="torch-fp8")):
         gradients = []
         config = replace(CONFIG, precision=precision)
@@ -264,7 +264,7 @@ def test_bf16_and_fp8_layers_write_into_fp32_gradients(ranks):
 
 @pytest.mark.ranks(1)
 def test_a_compiled_block_under_a_wrapper_has_the_same_gradients(ranks):
-    mesh = ParallelLayout(dp_shard=1).build("cpu")
+    mesh = ParallelLayout(dp_shard=1).build(device_type())
     config = replace(CONFIG, num_layers=1)
     whole, bare = GPTModel(config, seed=1), GPTModel(config, seed=1)
     whole(*batch(0)).backward()
@@ -279,7 +279,7 @@ def test_a_compiled_block_under_a_wrapper_has_the_same_gradients(ranks):
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("wrapper", ["ddp", 0, 3])
 def test_a_precision_after_the_wrapper_is_refused(wrapper, ranks):
-    mesh = ParallelLayout(dp_shard=1).build("cpu")
+    mesh = ParallelLayout(dp_shard=1).build(device_type())
     model = GPTModel(CONFIG, seed=1)
     if wrapper == "ddp":
         wrapped = DistributedDataParallel(model, DistributedDataParallelConfig(), mesh)

@@ -18,6 +18,7 @@ from lamina.models import (
     preset,
     to_huggingface,
 )
+from lamina_testing import device_type
 
 TINY = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_multiple": 2}
 LLAMA = preset("llama3-8b", **TINY, num_kv_heads=2, ffn_size=40, max_sequence_length=64)
@@ -35,7 +36,7 @@ CONFIGS = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_weights_cut_over_ranks_export_whole(name):
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     whole, model = GPTModel(CONFIGS[name], seed=4), GPTModel(CONFIGS[name], mesh, seed=4)
     expected, exported = to_huggingface(whole), to_huggingface(model)
     assert expected.keys() == exported.keys()
@@ -50,7 +51,7 @@ def test_each_rank_reads_its_pieces(tmp_path):
         save_file(to_huggingface(GPTModel(config, seed=4)), tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(json.dumps(huggingface_config(config)))
     dist.barrier()
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     model, expected = from_huggingface(tmp_path, mesh), GPTModel(config, mesh, seed=4)
     for (name, parameter), other in zip(
         model.named_parameters(), expected.parameters(), strict=True

@@ -11,6 +11,7 @@ from lamina.fsdp import MixedPrecisionPolicy, fully_shard, shard_module
 from lamina.mesh import ParallelLayout
 from lamina.models import MambaConfig, MoEConfig, MoELayer, TransformerConfig
 from lamina.models.mamba import MambaMixer
+from lamina_testing import device_type
 
 BF16 = torch.bfloat16
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
@@ -35,7 +36,7 @@ def test_routers_and_scans_kept_in_float32_take_and_give_what_they_do_without_it
         buffer_dtype=BF16,
         keep_full_precision=["*router*", "*A_log", "*dt_bias", "*scan.D"],
     )
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     for shard in (
         lambda model: fully_shard(model, device_mesh=mesh, mixed_precision_policy=policy),
         lambda model: shard_module(model, mesh["dp_shard"], mp_policy=policy),

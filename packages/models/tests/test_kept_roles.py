@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lamina.mesh import ParallelLayout, role_of
 from lamina.models import GPTModel, TransformerConfig, VisionConfig, VisionLanguageModel
+from lamina_testing import device_type
 
 CONFIG = TransformerConfig(
     vocab_size=20, hidden_size=16, num_layers=1, num_heads=2, ffn_size=24, max_sequence_length=16,
@@ -51,7 +52,7 @@ WAYS = {
 
 @pytest.mark.ranks(1, 2)
 def test_parameters_that_are_replaced_keep_roles_and_ties(ranks):
-    mesh = None if ranks.world_size == 1 else ParallelLayout(tp=2).build("cpu")
+    mesh = None if ranks.world_size == 1 else ParallelLayout(tp=2).build(device_type())
     for kind in ("language", "vision"):
         expected = make(kind, mesh)
         assert mesh is None or role_of(expected.get_parameter(

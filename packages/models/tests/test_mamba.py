@@ -27,7 +27,7 @@ from lamina.models import (
     to_huggingface,
     training_flops_per_token,
 )
-from lamina_testing import Meter
+from lamina_testing import Meter, device_type
 
 SIZES = MambaConfig(state_size=8, head_dim=4, groups=2, chunk_size=8)
 HYBRID = TransformerConfig(
@@ -74,7 +74,7 @@ def test_autocast_reaches_the_scan():
     tokens = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
     expected = model(tokens).detach()
     seen.clear()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device_type(), torch.bfloat16):
         found = model(tokens)
     found.sum().backward()
     assert {tensor.dtype for tensor in seen} == {torch.bfloat16}
@@ -174,7 +174,7 @@ def test_initial_weights_lie_in_their_ranges_and_depend_on_seed_and_name():
     config = replace(PURE, hidden_size=64, mamba=replace(SIZES, dt_min=0.01, dt_max=0.2))
     with torch.device("meta"):
         late = GPTModel(config, seed=3)
-    late.to_empty(device="cpu").init_weights()
+    late.to_empty(device=device_type()).init_weights()
     model = GPTModel(config, seed=3)
     for one, other in zip(model.parameters(), late.parameters(), strict=True):
         assert torch.equal(one, other)

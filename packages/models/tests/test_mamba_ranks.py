@@ -26,6 +26,7 @@ from lamina.models import (
     apply_recompute,
 )
 from lamina.models.engine import join_weight
+from lamina_testing import device_type
 
 CONFIG = TransformerConfig(
     vocab_size=64,
@@ -72,7 +73,7 @@ def train(whole, model, optimizer, mesh, steps):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_heads_cut_over_ranks_train_like_one_process(sequence_parallel, recompute):
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     config = replace(CONFIG, sequence_parallel=sequence_parallel)
     whole = GPTModel(config, seed=1).double()
     model = apply_recompute(GPTModel(config, mesh, seed=1).double(), recompute)
@@ -105,7 +106,7 @@ def compare(model, whole, roles, mesh):
 @pytest.mark.parametrize("strategy", [pytest.param(1, marks=pytest.mark.slow), 3, "ddp, sharded"])
 def test_heads_and_states_cut_over_ranks_train_like_one_process(strategy):
     """tp 2 x dp_shard 2: what tp has cut is sharded once more."""
-    mesh = ParallelLayout(dp_shard=2, tp=2).build("cpu")
+    mesh = ParallelLayout(dp_shard=2, tp=2).build(device_type())
     config = replace(CONFIG, sequence_parallel=True)
     whole = GPTModel(config, seed=1).double()
     model = GPTModel(config, mesh, seed=1).double()
@@ -127,7 +128,7 @@ def test_heads_and_states_cut_over_ranks_train_like_one_process(strategy):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 def test_every_strategy_trains_a_hybrid_like_one_process(strategy):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     whole = GPTModel(CONFIG, seed=1).double()
     with torch.device("meta" if strategy == 3 else "cpu"):
         model = GPTModel(CONFIG, seed=1).double()
@@ -157,7 +158,7 @@ def test_every_strategy_trains_a_hybrid_like_one_process(strategy):
     ],
 )
 def test_what_ranks_cannot_share_is_refused(axes, change, message):
-    mesh = ParallelLayout(**axes).build("cpu")
+    mesh = ParallelLayout(**axes).build(device_type())
     config = replace(CONFIG, mamba=replace(CONFIG.mamba, **change))
     with pytest.raises(ValueError, match=message):
         GPTModel(config, mesh)

@@ -10,6 +10,7 @@ import torch
 
 from lamina.models.mamba import chunked_scan, scan_step
 from lamina.models.mamba.scan import choose_path, kernel_scan
+from lamina_testing import device_type
 
 
 def recurrence(x, dt, rate, b, c, runs=None):
@@ -87,7 +88,7 @@ def test_half_precision_sums_in_float32():
     half = [t.bfloat16() for t in (x, dt, rate, b, c)]
     y, state = chunked_scan(*half, chunk=16)
     assert y.dtype == state.dtype == torch.float32
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device_type(), torch.bfloat16):
         assert all(map(torch.equal, chunked_scan(*half, chunk=16), (y, state)))
         stepped = scan_step(*(t if t.ndim == 1 else t[:, 0] for t in half), state)
     assert stepped[0].dtype == stepped[1].dtype == torch.float32

@@ -18,6 +18,7 @@ from lamina.mesh import ParallelLayout, role_of
 from lamina.models import GPTModel, TransformerConfig, pipeline
 from lamina.models.attention import cut_sequence
 from lamina.models.engine import cut_weight
+from lamina_testing import device_type
 
 ROWS, LENGTH, VOCABULARY = 16, 8, 40
 CONFIG = TransformerConfig(
@@ -160,7 +161,7 @@ def test_every_mesh_equals_one_process(tp, cp, pp, dp, strategy, tied, precision
     layout = ParallelLayout(
         **TP[tp], **({"cp": 2} if cp else {}), **({"pp": 2} if pp else {}), **DP[dp]
     )
-    mesh = layout.build("cpu")
+    mesh = layout.build(device_type())
     per_token = tied
     config = replace(
         CONFIG,

@@ -19,7 +19,7 @@ from lamina.models import (
     vocab_parallel_cross_entropy,
 )
 from lamina.models.engine import sample
-from lamina_testing import Meter
+from lamina_testing import Meter, device_type
 
 CONFIG = TransformerConfig(
     vocab_size=50, hidden_size=32, num_layers=3, num_heads=4, max_sequence_length=64
@@ -43,7 +43,7 @@ def test_a_model_from_the_meta_device_has_the_same_weights(name):
     torch.manual_seed(0)
     with torch.device("meta"):
         model = GPTModel(VARIANTS[name])
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
@@ -94,7 +94,7 @@ def test_roles_survive_leaving_the_meta_device():
     with torch.device("meta"):
         model = GPTModel(CONFIG)
     mark(model.final_norm.weight, tied="last")
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     assert role_of(model.final_norm.weight).tied == "last"
 
 

@@ -31,6 +31,7 @@ from lamina.models.moe.routing import (
     rows_to_capacity,
     rows_to_tokens,
 )
+from lamina_testing import device_type
 
 from . import moe_oracle
 
@@ -268,7 +269,7 @@ def test_routing_is_in_float32_under_autocast_and_bfloat16():
     router = TopKRouter(16, MOE, init_std=0.3)
     x = torch.randn(5, 16)
     expected = router(x).weights
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device_type(), torch.bfloat16):
         assert torch.equal(router(x).weights, expected)
     found = router.bfloat16()(x.bfloat16()).weights
     wide = TopKRouter(16, MOE)

@@ -20,6 +20,7 @@ from lamina.models import (
     VisionConfig,
     VisionLanguageModel,
 )
+from lamina_testing import device_type
 
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_size=8)
 CONFIG = TransformerConfig(
@@ -174,7 +175,7 @@ def test_a_compiled_model_with_experts_trains_as_it_does_uncompiled():
     ids=str,
 )
 def test_experts_over_ranks_train_compiled_as_they_do_uncompiled(transport, blocks, ranks):
-    mesh = ParallelLayout(ep=2).build("cpu")
+    mesh = ParallelLayout(ep=2).build(device_type())
     config = with_losses(bias_rate=0.1, shared_ffn_size=8, **transport)
     tokens = TOKENS.roll(ranks.rank, 1)
     found = []

@@ -37,7 +37,7 @@ from lamina.models import (
     to_huggingface,
 )
 from lamina.models.engine import cut_weight
-from lamina_testing import delayed_collectives
+from lamina_testing import delayed_collectives, device_type
 from lamina_testing.walk import path_in_lamina
 
 from . import moe_oracle
@@ -88,7 +88,7 @@ def force(layers, pieces, expert):
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"tp": 2, "expert_tp": 2}], ids=["ep", "expert_tp"])
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 def test_any_number_of_tokens_and_any_load_equals_one_process(dispatcher, axes, ranks):
-    mesh = ParallelLayout(**axes).build("cpu")
+    mesh = ParallelLayout(**axes).build(device_type())
     for tokens, top_k, expert in LOADS.values():
         moe = {"dispatcher": dispatcher, "top_k": top_k, "normalize_weights": top_k > 1}
         layer, whole = pair(mesh, "tp" in axes, num_experts=6, **moe)
@@ -117,7 +117,7 @@ def test_any_number_of_tokens_and_any_load_equals_one_process(dispatcher, axes, 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fixed", [{}, {"capacity_factor": 1.0, "pad_to_capacity": True}], ids=str)
 def test_shared_experts_compute_while_tokens_travel(fixed, ranks):
-    mesh = ParallelLayout(ep=2).build("cpu")
+    mesh = ParallelLayout(ep=2).build(device_type())
     layer, _ = pair(mesh, shared_ffn_size=8, **fixed)
     x = draw(4, 16).requires_grad_()
     layer(x).sum().backward()  # makes the groups
@@ -137,7 +137,7 @@ def test_shared_experts_compute_while_tokens_travel(fixed, ranks):
 @pytest.mark.ranks(2)
 def test_the_host_waits_for_the_device_once_per_layer(ranks):
     """Backward included, where an auxiliary loss comes in; in float32, as grouped_mm takes it."""
-    mesh = ParallelLayout(ep=2).build("cpu")
+    mesh = ParallelLayout(ep=2).build(device_type())
     fixed = {"capacity_factor": 1.0, "pad_to_capacity": True}
     for moe, expected in (({}, 1), ({"dispatcher": "all_gather"}, 1), (fixed, 0)):
         layer = pair(mesh, switch_loss=0.1, **moe)[0].float()
@@ -169,7 +169,7 @@ def watch(function, seen):
 @pytest.mark.ranks(2)
 def test_messages_of_fixed_size_are_as_large_as_the_fullest_rank_needs(ranks):
     """Also where one rank alone has other numbers of tokens than before."""
-    mesh = ParallelLayout(ep=2).build("cpu")
+    mesh = ParallelLayout(ep=2).build(device_type())
     limits = {"capacity_factor": 1.0, "switch_loss": 0.1}
     fixed, free = (pair(mesh, pad_to_capacity=pad, **limits)[0] for pad in (True, False))
     for tokens in ((4, 4), (4, 7), (9, 7), (0, 3)):
@@ -198,7 +198,7 @@ def test_jitter_is_drawn_alike_where_tokens_are_and_once_more_in_recomputation(r
         ({"ep": 2}, False, False),
         ({"ep": 2, "cp": 2}, False, False),
     ):
-        mesh = ParallelLayout(**axes).build("cpu")
+        mesh = ParallelLayout(**axes).build(device_type())
         moe = replace(MOE, jitter=0.5, switch_loss=0.1)
         config = replace(CONFIG, sequence_parallel=sequence_parallel, moe=moe)
         gradients = []
@@ -232,7 +232,7 @@ def test_auxiliary_losses_weigh_the_same_beside_a_loss_of_the_users(ranks):
     config = replace(CONFIG, moe=replace(MOE, switch_loss=0.1, z_loss=0.1))
     tokens, labels = moe_oracle.text(2)
     for axes in ({"cp": 2}, {}):
-        model = GPTModel(config, ParallelLayout(**axes).build("cpu"), seed=1).double()
+        model = GPTModel(config, ParallelLayout(**axes).build(device_type()), seed=1).double()
         model(tokens, labels).backward()
         expected = [p.grad.clone() for p in model.parameters()]
         for scale in (1.0, 0.5):
@@ -248,7 +248,7 @@ def test_auxiliary_losses_weigh_the_same_beside_a_loss_of_the_users(ranks):
 @pytest.mark.ranks(2)
 def test_a_layer_of_the_users_own_follows_a_loss_over_cp(ranks):
     """Each rank has half of a sequence and the mean over it; ranks are averaged."""
-    layer, whole = pair(ParallelLayout(cp=2).build("cpu"), switch_loss=0.1, z_loss=0.1)
+    layer, whole = pair(ParallelLayout(cp=2).build(device_type()), switch_loss=0.1, z_loss=0.1)
     x = draw(1, 8, 16)
     whole(x).sin().mean().backward()
     context = RoutingContext()
@@ -266,7 +266,7 @@ def kept_in(outputs):
 
 @pytest.mark.ranks(4)
 def test_weights_do_not_depend_on_the_layout_and_export_whole(ranks):
-    mesh = ParallelLayout(dp_shard=2, tp=2, ep=2, expert_tp=2).build("cpu")
+    mesh = ParallelLayout(dp_shard=2, tp=2, ep=2, expert_tp=2).build(device_type())
     config = preset(
         "deepseek-v3", vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, ffn_size=24,
         sequence_parallel=True,
@@ -284,7 +284,7 @@ def test_weights_do_not_depend_on_the_layout_and_export_whole(ranks):
 
 @pytest.mark.ranks(2)
 def test_a_whole_model_is_cut_in_place(ranks):
-    mesh = ParallelLayout(tp=2, expert_tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2, expert_tp=2).build(device_type())
     config = replace(CONFIG, moe=replace(MOE, bias_rate=0.1, switch_loss=0.1))
     whole, model = GPTModel(config, seed=2).double(), GPTModel(config, seed=2).double()
     with torch.no_grad():
@@ -303,7 +303,7 @@ def test_a_whole_model_is_cut_in_place(ranks):
 
 @pytest.mark.ranks(2)
 def test_bare_copies_of_experts_are_not_left_apart(ranks):
-    mesh = ParallelLayout(tp=2).build("cpu")  # expert_dp is 2
+    mesh = ParallelLayout(tp=2).build(device_type())  # expert_dp is 2
     model = GPTModel(replace(CONFIG, sequence_parallel=True), mesh, seed=1)
     with pytest.raises(ValueError, match="2 ranks hold copies of the same experts"):
         finalize_plain_gradients(model, mesh)
@@ -312,7 +312,7 @@ def test_bare_copies_of_experts_are_not_left_apart(ranks):
 @pytest.mark.ranks(2)
 def test_a_loop_that_never_ends_a_step_is_told_so_once(ranks):
     """As the optimizer steps where it knows the wrapper, at the next forward elsewhere."""
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     for wrapper in ("fully_shard", "ShardedOptimizer"):
         assert warnings_of_steps(wrapper, mesh, [True, False, False, False]) == [0, 1, 0, 0]
     for wrapper in ("ddp", "bare", 3):
@@ -358,7 +358,7 @@ def warnings_of_steps(wrapper, mesh, ended):
 
 @pytest.mark.ranks(2)
 def test_a_global_loss_over_ranks_that_the_model_does_not_know_is_refused(ranks):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     config = replace(CONFIG, moe=replace(MOE, global_loss=0.1))
     for where in (None, mesh):
         model = fully_shard(GPTModel(config, where, seed=1), device_mesh=mesh)
@@ -374,8 +374,8 @@ def test_a_global_loss_over_ranks_that_the_model_does_not_know_is_refused(ranks)
 
 @pytest.mark.ranks(2)
 def test_losses_are_averaged_over_the_microbatches_of_all_ranks(ranks):
-    mesh = ParallelLayout(cp=2, ep=2).build("cpu")  # two parts of one microbatch
-    apart = ParallelLayout().build("cpu")  # two ranks of other sequences
+    mesh = ParallelLayout(cp=2, ep=2).build(device_type())  # two parts of one microbatch
+    apart = ParallelLayout().build(device_type())  # two ranks of other sequences
     for where, counts in ((mesh, (2, 2)), (apart, (2, 1))):
         layer = MoELayer(replace(CONFIG, moe=replace(MOE, z_loss=0.1)), where).double()
         forwards = [draw(4, 16, seed=8 * ranks.rank + i) for i in range(counts[ranks.rank])]
@@ -393,7 +393,7 @@ def test_losses_are_averaged_over_the_microbatches_of_all_ranks(ranks):
 @pytest.mark.ranks(2)
 def test_meshes_that_would_count_tokens_twice_are_refused(ranks):
     with pytest.raises(LayoutError, match="needs sequence parallelism"):
-        GPTModel(CONFIG, ParallelLayout(tp=2, ep=2).build("cpu"))
+        GPTModel(CONFIG, ParallelLayout(tp=2, ep=2).build(device_type()))
     config = replace(CONFIG, moe=replace(MOE, num_experts=5))
     with pytest.raises(ValueError, match=r"num_experts 5 is not divisible by ep 2 \(remainder 1\)"):
-        MoELayer(config, ParallelLayout(ep=2).build("cpu"))
+        MoELayer(config, ParallelLayout(ep=2).build(device_type()))

@@ -11,6 +11,7 @@ from lamina.ddp import finalize_grads, full_gradients
 from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout
 from lamina.models import GPTModel, MoEConfig, TransformerConfig, pipeline
+from lamina_testing import device_type
 
 from . import moe_oracle
 
@@ -71,7 +72,7 @@ def test_auxiliary_losses_of_unequal_microbatches_and_ranks_equal_one_process(ra
 
 def check_pipeline(config):
     """Microbatches of 3 and 2 sequences weigh as many labels as they have."""
-    mesh = ParallelLayout(pp=2).build("cpu")
+    mesh = ParallelLayout(pp=2).build(device_type())
     tokens, labels = moe_oracle.text(5)
     padding = torch.arange(8) >= torch.tensor([[8], [5], [7], [8], [3]])
     whole = Whole(config)
@@ -90,7 +91,7 @@ def check_pipeline(config):
 
 def check_ranks(config, rank):
     """Sequences of each rank in each of two microbatches: means weigh the same, tokens do."""
-    mesh = ParallelLayout(ep=2).build("cpu")
+    mesh = ParallelLayout(ep=2).build(device_type())
     parts = [
         [moe_oracle.text(3, 1), moe_oracle.text(1, 2)],
         [moe_oracle.text(1, 3), moe_oracle.text(2, 4)],

@@ -34,6 +34,7 @@ from lamina.models import (
 )
 from lamina.models.attention import AttentionContext, MultiHeadAttention
 from lamina.models.engine import cut_layers
+from lamina_testing import device_type
 
 from . import test_context_parallel, test_tensor_parallel
 
@@ -174,7 +175,7 @@ def test_training_over_cp_equals_one_process(way):
 
 @pytest.mark.ranks(2)
 def test_attention_that_cannot_have_its_sequence_cut_is_refused_over_cp():
-    mesh = ParallelLayout(cp=2).build("cpu")
+    mesh = ParallelLayout(cp=2).build(device_type())
     with pytest.raises(ValueError, match="context_parallel 'ring' with Averaging, which has none"):
         GPTModel(replace(LLAMA, attention=Averaging()), mesh, seed=0)
 

@@ -45,6 +45,7 @@ spmd = pytest.importorskip("spmd_types")
 
 from lamina.models.parallel_types import ParallelTypeError, check_types  # noqa: E402
 from lamina.models.parallel_types import _rules as rules  # noqa: E402
+from lamina_testing import device_type  # noqa: E402
 from lamina_testing.walk import Profile, path_in_lamina  # noqa: E402
 
 OTHERS = f"{Path(spmd.__file__).parent}/"
@@ -93,7 +94,7 @@ def types_of(name: str, world: int) -> dict[str, str]:
     replicas = 2 if world > 8 else 1
     layout = ParallelLayout(dp_replicate=replicas, dp_shard=world // others // replicas, **axes)
     with init_distributed("fake", world_size=world):
-        mesh = layout.build("cpu")
+        mesh = layout.build(device_type())
         tokens = torch.randint(4, 64, (2, 32))
         if name != "vision":
             named = {"padding_mask": tokens < 8} if name == "experts" else {}
@@ -166,7 +167,7 @@ class Wrong(nn.Module):
 )
 def test_wrong_programs_do_not_fit(fault):
     with init_distributed("fake", world_size=8):
-        mesh = ParallelLayout(dp_shard=4, tp=2).build("cpu")
+        mesh = ParallelLayout(dp_shard=4, tp=2).build(device_type())
         right = check_types(Wrong(mesh, ""), torch.randn(3, 8), mesh=mesh)
         assert right == {"dp_shard": "P", "tp": "I"}
         with pytest.raises(ParallelTypeError):
@@ -213,7 +214,7 @@ class CallsHelper(nn.Module):
 )
 def test_what_cannot_be_checked_is_refused_by_name(module, said):
     with init_distributed("fake", world_size=8):
-        mesh = ParallelLayout(dp_shard=4, tp=2).build("cpu")
+        mesh = ParallelLayout(dp_shard=4, tp=2).build(device_type())
         x = torch.randn(3, 8, requires_grad=True)
         with pytest.raises(ParallelTypeError, match=said):
             check_types(module, x, mesh=mesh)
@@ -221,7 +222,7 @@ def test_what_cannot_be_checked_is_refused_by_name(module, said):
 
 def test_the_error_names_the_module_and_nothing_stays_patched():
     with init_distributed("fake", world_size=8):
-        mesh = ParallelLayout(dp_shard=4, tp=2).build("cpu")
+        mesh = ParallelLayout(dp_shard=4, tp=2).build(device_type())
         model = GPTModel(SHAPE, mesh)
         model.blocks[1].mlp.down.weight._lamina_role = None
         tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -320,7 +321,7 @@ def drawn(kind: str, shape, rank: int, seed: int) -> torch.Tensor:
 @pytest.mark.ranks(2)
 def test_rules_say_what_numbers_say():
     """Directional derivatives over two ranks equal what the types of the gradients promise."""
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     group, rank = mesh.group("tp"), dist.get_rank()
     cases = {name: (*case, [(4, 3)]) for name, case in regions(group).items()} | layers(mesh)
 

@@ -29,7 +29,7 @@ from lamina.models import (
     apply_recompute,
     pipeline,
 )
-from lamina_testing import Meter
+from lamina_testing import Meter, device_type
 
 CONFIG = TransformerConfig(
     vocab_size=40,
@@ -131,7 +131,7 @@ def build(config, mesh):
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_every_schedule_trains_bare_stages_like_one_process(schedule, ranks):
     config = replace(CONFIG, tie_embeddings=True)
-    mesh = ParallelLayout(pp=2).build("cpu")
+    mesh = ParallelLayout(pp=2).build(device_type())
     runner = pipeline(build(config, mesh), mesh, schedule, SCHEDULES[schedule])
     check_training(runner, mesh, config, None)
 
@@ -172,7 +172,7 @@ def test_wrapped_stages_train_like_one_process(case, ranks):
     settings = dict(settings)
     each = settings.pop("each", False)
     config = replace(CONFIG, tie_embeddings=tied)
-    mesh = ParallelLayout(**axes).build("cpu")
+    mesh = ParallelLayout(**axes).build(device_type())
     model, wrap = build(config, mesh), wrapper(kind, mesh, **settings)
     number = SCHEDULES[schedule]
     runner = pipeline(model, mesh, schedule, number, wrap=wrap, each_microbatch=each)
@@ -187,7 +187,7 @@ def test_wrapped_stages_train_like_one_process(case, ranks):
 @pytest.mark.parametrize(("axes", "kind"), [({"pp": 2}, None), ({"cp": 2}, "ddp")])
 def test_documents_and_positions_are_cut_with_their_sequences(axes, kind, ranks):
     """Five sequences in three microbatches, each with documents and positions of its own."""
-    mesh = ParallelLayout(**axes).build("cpu")
+    mesh = ParallelLayout(**axes).build(device_type())
     runner = pipeline(build(CONFIG, mesh), mesh, "1f1b", 3, wrap=wrapper(kind, mesh))
     tokens, labels = batch(0, 5)
     ids = (torch.arange(8) > torch.arange(5)[:, None]).long()
@@ -216,7 +216,7 @@ def test_documents_and_positions_are_cut_with_their_sequences(axes, kind, ranks)
 
 @pytest.mark.ranks(4)
 def test_units_are_gathered_and_gradients_summed_once_per_step(ranks):
-    mesh = ParallelLayout(pp=2, dp_shard=2).build("cpu")
+    mesh = ParallelLayout(pp=2, dp_shard=2).build(device_type())
     counts = {}
     for each in (False, True):
         runner = pipeline(
@@ -273,7 +273,7 @@ def test_units_are_gathered_and_gradients_summed_once_per_step(ranks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_zero_bubble_runs_blocks_again_and_puts_products_off(policy, ranks):
-    mesh = ParallelLayout(pp=2).build("cpu")
+    mesh = ParallelLayout(pp=2).build(device_type())
     model = apply_recompute(build(CONFIG, mesh), policy)
     runner = pipeline(model, mesh, "interleaved_zero_bubble", 4)
     put_off = []
@@ -289,7 +289,7 @@ def test_zero_bubble_runs_blocks_again_and_puts_products_off(policy, ranks):
 
 @pytest.mark.ranks(2)
 def test_layouts_may_leave_ends_without_layers(ranks):
-    mesh = ParallelLayout(pp=2).build("cpu")
+    mesh = ParallelLayout(pp=2).build(device_type())
     runner = pipeline(build(CONFIG, mesh), mesh, "looped_bfs", 2, layout=[0, 1, 3, 0])
     assert runner.layout == ((), (0,), (1, 2, 3), ())
     check_training(runner, mesh, CONFIG, None, steps=2)
@@ -297,7 +297,7 @@ def test_layouts_may_leave_ends_without_layers(ranks):
 
 @pytest.mark.ranks(2)
 def test_a_plain_device_mesh_says_enough_for_untied_models(ranks):
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("pp", "dp"))
     wrap = functools.partial(fully_shard, device_mesh=mesh, dp_shard_dim="dp")
     runner = pipeline(build(CONFIG, mesh), mesh, "1f1b", 3, wrap=wrap)
     whole = build(CONFIG, None)
@@ -313,7 +313,7 @@ def test_a_plain_device_mesh_says_enough_for_untied_models(ranks):
 
 @pytest.mark.ranks(1)
 def test_one_pipeline_rank_runs_microbatch_after_microbatch(ranks):
-    mesh = ParallelLayout(pp=1).build("cpu")
+    mesh = ParallelLayout(pp=1).build(device_type())
     config = replace(CONFIG, tie_embeddings=True)
     with pytest.warns(UserWarning, match=r"layout=\[1, 3\] without effect"):
         runner = pipeline(build(config, mesh), mesh, "1f1b", 3, layout=[1, 3])
@@ -332,7 +332,7 @@ def test_stacks_of_experts_and_mamba_train_like_one_process(ranks):
         mamba=MambaConfig(state_size=8, head_dim=8),
         moe=moe,
     )
-    mesh = ParallelLayout(pp=2).build("cpu")
+    mesh = ParallelLayout(pp=2).build(device_type())
     runner = pipeline(build(config, mesh), mesh, "interleaved_zero_bubble", 1)
     check_training(runner, mesh, config, None, steps=1)
     # With padding, which no router counts.
@@ -358,7 +358,7 @@ def test_experts_over_ranks_train_in_stages_like_one_process(ranks):
     """Gradients of what is whole here, and the norm, which counts the experts of all ranks."""
     moe = MoEConfig(num_experts=4, top_k=2, experts="loop")
     config = replace(CONFIG, moe=moe, tie_embeddings=True)
-    mesh = ParallelLayout(pp=2, dp_shard=2, ep=2).build("cpu")
+    mesh = ParallelLayout(pp=2, dp_shard=2, ep=2).build(device_type())
     wrap = wrapper(3, mesh, calculate_per_token_loss=True)
     runner = pipeline(build(config, mesh), mesh, "zbv_zero_bubble", 4, wrap=wrap)
     whole = build(config, None)
@@ -391,7 +391,7 @@ def test_experts_over_ranks_train_in_stages_like_one_process(ranks):
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_every_schedule_under_every_wrapper(schedule, kind, tied, each, ranks):
     config = replace(CONFIG, tie_embeddings=tied)
-    mesh = ParallelLayout(pp=2, dp_shard=2).build("cpu")
+    mesh = ParallelLayout(pp=2, dp_shard=2).build(device_type())
     settings = {"use_distributed_optimizer": True} if kind == "zero1" else {}
     kind = "ddp" if kind == "zero1" else kind
     wrap = wrapper(kind, mesh, **settings)

@@ -11,6 +11,7 @@ from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig, f
 from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout
 from lamina.models import GPTModel, MoEConfig, TransformerConfig, pipeline
+from lamina_testing import device_type
 
 CONFIG = TransformerConfig(
     vocab_size=40, hidden_size=16, num_layers=4, num_heads=2, ffn_size=24, max_sequence_length=16,
@@ -20,7 +21,7 @@ CONFIG = TransformerConfig(
 
 @pytest.mark.ranks(2)
 def test_a_model_on_the_meta_device_starts_with_the_whole_models_weights(ranks):
-    mesh = ParallelLayout(pp=2).build("cpu")
+    mesh = ParallelLayout(pp=2).build(device_type())
     config = replace(CONFIG, tie_embeddings=True, positions="learned")
     with torch.device("meta"):
         model = GPTModel(config, mesh, seed=1)
@@ -74,7 +75,7 @@ def test_what_no_stage_would_have_is_refused(ranks):
     def hooked(model):
         model.register_forward_hook(lambda *_: None)
 
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     changes = {
         r"modules of its own .*\(extra\)": lambda m: m.add_module("extra", torch.nn.Identity()),
         r"parameters and buffers .*\(bias\)": lambda m: m.register_buffer("bias", torch.ones(1)),
@@ -107,7 +108,7 @@ def test_what_no_stage_would_have_is_refused(ranks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_parts_of_a_model_from_different_seeds_are_refused(axis, ranks):
-    mesh = ParallelLayout(**{axis: 2}).build("cpu")
+    mesh = ParallelLayout(**{axis: 2}).build(device_type())
     torch.manual_seed(ranks.rank)
     for device in ("cpu", "meta"):
         with torch.device(device):
@@ -123,7 +124,7 @@ def test_parts_of_a_model_from_different_seeds_are_refused(axis, ranks):
 @pytest.mark.parametrize("axis", ["cp", "tp", "ep"])
 def test_a_model_that_is_not_built_for_the_mesh_is_refused(axis, ranks):
     sizes = {"dp_shard": 2, "ep": 2} if axis == "ep" else {axis: 2}
-    mesh, alone = (ParallelLayout(**s).build("cpu") for s in (sizes, {"dp_shard": 2}))
+    mesh, alone = (ParallelLayout(**s).build(device_type()) for s in (sizes, {"dp_shard": 2}))
     config = CONFIG
     if axis == "ep":
         config = replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2, ffn_size=8))
@@ -144,7 +145,7 @@ def test_a_model_that_is_not_built_for_the_mesh_is_refused(axis, ranks):
     ],
 )
 def test_a_first_stage_may_be_frozen(schedule, kind, ranks):
-    mesh = ParallelLayout(pp=2).build("cpu")
+    mesh = ParallelLayout(pp=2).build(device_type())
     model, whole = (GPTModel(CONFIG, m, seed=1) for m in (mesh, None))
     layout = [2, 2] if schedule == "1f1b" else [1, 1, 1, 1]
     for each in (model, whole):

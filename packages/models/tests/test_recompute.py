@@ -21,7 +21,7 @@ from lamina.models import (
 )
 from lamina.models.activation_memory import recompute
 from lamina.models.activation_memory.offload import Offloader, OnHost
-from lamina_testing import Meter
+from lamina_testing import Meter, device_type
 
 LLAMA = TransformerConfig(
     vocab_size=64, hidden_size=64, num_layers=4, num_heads=4, max_sequence_length=128
@@ -327,7 +327,7 @@ def saved_by_autograd(model: nn.Module) -> int:
 
 @pytest.mark.ranks(2)
 def test_compiled_blocks_that_draw_from_a_named_stream_draw_the_same_again():
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     results = []
     for compiles in (False, True):
         config = replace(LLAMA, num_layers=1, dropout=0.3, sequence_parallel=True)

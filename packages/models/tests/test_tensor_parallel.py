@@ -29,6 +29,7 @@ from lamina.models import (
     generate,
     vocab_parallel_cross_entropy,
 )
+from lamina_testing import device_type
 
 LLAMA = TransformerConfig(
     vocab_size=61,
@@ -86,7 +87,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 def train_alike(config: TransformerConfig, dtype: torch.dtype, tp: int, recompute: str = "none"):
     """Train the whole and the cut model side by side; return both and the mesh."""
-    mesh = ParallelLayout(tp=tp).build("cpu")
+    mesh = ParallelLayout(tp=tp).build(device_type())
     whole = GPTModel(config, seed=5).to(dtype)
     model = GPTModel(config, mesh, seed=5).to(dtype)
     apply_recompute(model, recompute)
@@ -163,7 +164,7 @@ def test_recomputation_changes_nothing(name, recompute):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_logits_are_whole_and_equal_on_all_ranks(sequence_parallel):
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     config = replace(QWEN, sequence_parallel=sequence_parallel)
     whole, model = GPTModel(config, seed=5), GPTModel(config, mesh, seed=5)
     tokens = batch(0)["tokens"]
@@ -176,7 +177,7 @@ def test_logits_are_whole_and_equal_on_all_ranks(sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_a_block_sends_what_the_formula_says(recompute, sequence_parallel):
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     config = replace(LLAMA, sequence_parallel=sequence_parallel)
     block = TransformerBlock(config, mesh)
     apply_recompute(nn.Sequential(block), recompute)
@@ -209,7 +210,7 @@ def test_the_backend_may_sum(name, sequence_parallel):
     config = replace(
         CONFIGS[name], sequence_parallel=sequence_parallel, tp_reduction="native", num_layers=1
     )
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     whole, model = (GPTModel(config, m, seed=5).double() for m in (None, mesh))
     with Ledger() as ledger:
         loss = model(**batch(0))
@@ -230,7 +231,7 @@ def test_the_backend_may_sum(name, sequence_parallel):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"cp": 2}])
 def test_generation_pads_to_what_ranks_can_share(axes):
-    mesh = ParallelLayout(**axes).build("cpu")
+    mesh = ParallelLayout(**axes).build(device_type())
     config = replace(LLAMA, sequence_parallel=True, max_sequence_length=15)
     whole, model = GPTModel(config, seed=5), GPTModel(config, mesh, seed=5)
     prompt = batch(0)["tokens"][:, :5]
@@ -242,7 +243,7 @@ def test_generation_pads_to_what_ranks_can_share(axes):
 
 @pytest.mark.ranks(2)
 def test_loss_never_gathers_the_vocabulary():
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     config = replace(LLAMA, vocab_size=20_000, num_layers=1, vocab_multiple=1)
     model = GPTModel(config, mesh, seed=5)
     data = batch(0)
@@ -255,7 +256,7 @@ def test_loss_never_gathers_the_vocabulary():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("shape", [(7,), (2, 5)])
 def test_cross_entropy_over_ranks_equals_torch(shape):
-    axis = ParallelLayout(tp=2).build("cpu").axis("tp")
+    axis = ParallelLayout(tp=2).build(device_type()).axis("tp")
     torch.manual_seed(0)
     logits = torch.randn(*shape, 12, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, 12, shape)
@@ -274,7 +275,7 @@ def test_cross_entropy_over_ranks_equals_torch(shape):
 
 @pytest.mark.ranks(2)
 def test_layers_are_cut_from_the_same_whole_weight():
-    axis = ParallelLayout(tp=2).build("cpu").axis("tp")
+    axis = ParallelLayout(tp=2).build(device_type()).axis("tp")
     for make in (
         lambda axis: ColumnParallelLinear(6, 8, axis, blocks=(4, 4), bias=True),
         lambda axis: RowParallelLinear(8, 6, axis, bias=True),
@@ -305,7 +306,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_backward_computes_the_weight_gradient_while_the_sum_travels(sequence_parallel):
-    axis = ParallelLayout(tp=2).build("cpu").axis("tp")
+    axis = ParallelLayout(tp=2).build(device_type()).axis("tp")
     layer = ColumnParallelLinear(6, 8, axis, sequence_parallel=sequence_parallel)
     output = layer(torch.randn(4, 6, requires_grad=True))
     with Ledger() as ledger, Products() as products:
@@ -322,7 +323,7 @@ def test_backward_computes_the_weight_gradient_while_the_sum_travels(sequence_pa
 
 @pytest.mark.ranks(2)
 def test_gather_output_returns_the_whole_output_with_its_gradients():
-    axis = ParallelLayout(tp=2).build("cpu").axis("tp")
+    axis = ParallelLayout(tp=2).build(device_type()).axis("tp")
     whole, layer = ColumnParallelLinear(6, 8), ColumnParallelLinear(6, 8, axis, gather_output=True)
     for each in (whole, layer):
         each.init_seed = 3
@@ -341,7 +342,7 @@ def test_gather_output_returns_the_whole_output_with_its_gradients():
 
 @pytest.mark.ranks(2)
 def test_dropout_is_equal_on_whole_activations_and_independent_on_pieces():
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     for sequence_parallel in (False, True):
         config = replace(LLAMA, dropout=0.5, sequence_parallel=sequence_parallel)
         if not sequence_parallel:  # ranks that nobody seeded may drop different elements
@@ -378,8 +379,8 @@ def test_dropout_is_equal_on_whole_activations_and_independent_on_pieces():
 @pytest.mark.ranks(2)
 def test_layers_take_any_mesh_that_names_its_axes():
     meshes = [
-        ParallelLayout(tp=2).build("cpu"),
-        init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp")),
+        ParallelLayout(tp=2).build(device_type()),
+        init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp_shard", "tp")),
     ]
     meshes += [meshes[0].axis("tp"), meshes[1]["tp"]]
     x = torch.randn(3, 6)

@@ -9,6 +9,7 @@ import torch
 
 from lamina.mesh import ParallelLayout
 from lamina.models import GPTModel, TransformerConfig
+from lamina_testing import device_type
 
 LLAMA = TransformerConfig(
     vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48,
@@ -18,7 +19,7 @@ LLAMA = TransformerConfig(
 
 @pytest.mark.ranks(2)
 def test_ids_of_no_rank_are_refused_or_show(monkeypatch):
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     model = GPTModel(replace(LLAMA, num_layers=1), mesh, seed=5)  # 61 ids in 64 rows
     tokens, labels = torch.randint(0, 61, (2, 3, 16)).unbind()
     data = {"tokens": tokens, "labels": labels}
@@ -46,14 +47,14 @@ def test_ids_of_no_rank_are_refused_or_show(monkeypatch):
     ],
 )
 def test_sizes_that_ranks_cannot_share_are_refused(change, message):
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     with pytest.raises(ValueError, match=message):
         GPTModel(replace(LLAMA, **change), mesh)
 
 
 @pytest.mark.ranks(2)
 def test_tokens_that_ranks_cannot_share_are_refused():
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     model = GPTModel(replace(LLAMA, sequence_parallel=True), mesh)
     with pytest.raises(ValueError, match="3 x 5 = 15 tokens are not divisible by tp 2"):
         model(torch.zeros(3, 5, dtype=torch.int64))

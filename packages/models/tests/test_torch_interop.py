@@ -27,6 +27,7 @@ from lamina.models import (
     training_flops_per_token,
 )
 from lamina.models.decoder.precision_backends import amax_exchanges
+from lamina_testing import device_type
 
 CONFIG = TransformerConfig(
     vocab_size=64,
@@ -44,7 +45,7 @@ TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [None, True])
 def test_parallelize_module_makes_the_model_that_a_mesh_makes(sequence_parallel):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     config = replace(CONFIG, sequence_parallel=bool(sequence_parallel))
     expected = GPTModel(config, mesh, seed=3)
     model = GPTModel(CONFIG, seed=3)
@@ -64,7 +65,7 @@ def test_parallelize_module_makes_the_model_that_a_mesh_makes(sequence_parallel)
 
 @pytest.mark.ranks(2)
 def test_parallelize_module_keeps_weights_that_were_trained():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     model = GPTModel(CONFIG, seed=3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -82,7 +83,7 @@ def test_parallelize_module_keeps_weights_that_were_trained():
 @pytest.mark.ranks(2)
 def test_parallelize_module_refuses_what_it_would_lose():
     mesh, fp8 = (
-        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+        init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",)),
         Precision(backend="torch-fp8"),
     )
     plain, eight = CONFIG, replace(CONFIG, precision=fp8)
@@ -112,7 +113,7 @@ def test_parallelize_module_refuses_what_it_would_lose():
 
 @pytest.mark.ranks(2)
 def test_parallelize_module_refuses_models_that_differ(ranks):
-    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), ranks.rank
+    mesh, rank = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",)), ranks.rank
     one_off = GPTModel(CONFIG, seed=3)
     with torch.no_grad():
         one_off.blocks[1].mlp.up.weight[-1, -1] += rank
@@ -157,10 +158,10 @@ def test_weights_are_compared_in_little_memory(dtype, monkeypatch):
 @pytest.mark.ranks(2)
 def test_parallelize_module_keeps_the_axes_of_delayed_scaling():
     """Other numbers are seen by dp and cp ranks too; here all are the same two processes."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     precision = Precision(backend="torch-fp8", amax="delayed")
     config = replace(CONFIG, ffn_size=64, precision=precision)
-    model = GPTModel(config, ParallelLayout(dp_shard=2).build("cpu"), seed=3)
+    model = GPTModel(config, ParallelLayout(dp_shard=2).build(device_type()), seed=3)
     parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
     (exchange,) = amax_exchanges(model)
     assert [axis.name for axis in exchange.axes] == ["dp_shard", "tp"]
@@ -169,14 +170,14 @@ def test_parallelize_module_keeps_the_axes_of_delayed_scaling():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_torch_fsdp_trains_a_model_from_the_meta_device(recompute):
-    mesh = ParallelLayout(dp_shard=2).build("cpu")
+    mesh = ParallelLayout(dp_shard=2).build(device_type())
     with torch.device("meta"):
         model = GPTModel(CONFIG, seed=3)
     apply_recompute(model, recompute)
     for block in model.blocks:
         fully_shard(block, mesh=mesh.mesh["dp_shard"])
     fully_shard(model, mesh=mesh.mesh["dp_shard"])
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     model.init_weights()
     whole = GPTModel(CONFIG, seed=3)
     for each in (model, whole):
@@ -189,10 +190,10 @@ def test_torch_fsdp_trains_a_model_from_the_meta_device(recompute):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_autocast_reaches_cut_layers_and_the_loss(sequence_parallel):
-    mesh = ParallelLayout(tp=2).build("cpu")
+    mesh = ParallelLayout(tp=2).build(device_type())
     config = replace(CONFIG, sequence_parallel=sequence_parallel, mlp_bias=True)
     model, whole = GPTModel(config, mesh, seed=3), GPTModel(config, seed=3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device_type(), dtype=torch.bfloat16):
         assert model.blocks[0].mlp.up(torch.zeros(4, 32)).dtype == torch.bfloat16
         losses = [each(TOKENS, TOKENS) for each in (model, whole)]
     for loss in losses:

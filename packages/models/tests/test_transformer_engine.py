@@ -18,6 +18,7 @@ from lamina.models import (
     apply_recompute,
 )
 from lamina.models.decoder.transformer_engine import make_recipe
+from lamina_testing import device_type
 
 from .transformer_engine_sources import KEPT, RECIPES, signatures, stand_in, wheel
 
@@ -42,7 +43,7 @@ def test_a_model_keeps_names_roles_and_values(meta, calls):
     with torch.device("meta" if meta else "cpu"):
         model = GPTModel(CONFIG, seed=1)
     if meta:
-        model.to_empty(device="cpu")
+        model.to_empty(device=device_type())
         model.init_weights()
     plain = GPTModel(PLAIN, seed=1)
     pairs = zip(model.named_parameters(), plain.named_parameters(), strict=True)
@@ -103,7 +104,7 @@ def test_layers_are_cut_as_ours(sequence_parallel):
     modules, calls = stand_in()
     sys.modules.update(modules)
     try:
-        mesh = ParallelLayout(tp=2).build("cpu")
+        mesh = ParallelLayout(tp=2).build(device_type())
         config = replace(CONFIG, sequence_parallel=sequence_parallel)
         model = GPTModel(config, mesh, seed=1)
         plain = GPTModel(replace(PLAIN, sequence_parallel=sequence_parallel), mesh, seed=1)

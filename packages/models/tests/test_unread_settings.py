@@ -17,6 +17,7 @@ from lamina.models import (
     TransformerConfig,
     pipeline,
 )
+from lamina_testing import device_type
 
 SHAPE = {"vocab_size": 64, "hidden_size": 64, "num_layers": 2, "num_heads": 4}
 LATENT = LatentAttention(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
@@ -90,7 +91,7 @@ def test_layers_by_a_pattern_have_no_first_dense_ones():
 def test_a_pipeline_refuses_arguments_without_effect(given, said):
     model = GPTModel(TransformerConfig(**SHAPE))
     with pytest.raises(ValueError, match=said):
-        pipeline(model, ParallelLayout().build("cpu"), **given)
+        pipeline(model, ParallelLayout().build(device_type()), **given)
 
 
 @pytest.mark.ranks(1)
@@ -98,4 +99,10 @@ def test_a_mesh_without_a_pipeline_says_what_it_passes_over():
     with torch.device("meta"):
         model = GPTModel(TransformerConfig(**SHAPE))
     with pytest.warns(UserWarning, match=r"layout=\[2\], stages_per_rank=2 without effect: .*pp=1"):
-        pipeline(model, ParallelLayout().build("cpu"), layout=[2], stages_per_rank=2, device="cpu")
+        pipeline(
+            model,
+            ParallelLayout().build(device_type()),
+            layout=[2],
+            stages_per_rank=2,
+            device="cpu",
+        )

@@ -20,6 +20,7 @@ from lamina.models import (
     to_huggingface,
 )
 from lamina.models.vision import VisionTransformer, cut_patches
+from lamina_testing import device_type
 
 VISION = VisionConfig(hidden_size=16, num_layers=2, num_heads=2, patch_size=4, max_grid=8)
 LANGUAGE = TransformerConfig(
@@ -269,7 +270,7 @@ def test_a_frozen_encoder_keeps_no_activations():
 def test_meta_start_and_generation():
     with torch.device("meta"):
         late = VisionLanguageModel(VISION, LANGUAGE, image_token=IMAGE, seed=3)
-    late.to_empty(device="cpu").init_weights()
+    late.to_empty(device=device_type()).init_weights()
     model = VisionLanguageModel(VISION, LANGUAGE, image_token=IMAGE, seed=3)
     for one, other in zip(model.parameters(), late.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -23,7 +23,7 @@ from lamina.models import (
     generate,
 )
 from lamina.models.engine import cut_weight
-from lamina_testing import live_bytes
+from lamina_testing import device_type, live_bytes
 
 VISION = VisionConfig(hidden_size=16, num_layers=2, num_heads=2, patch_size=4, max_grid=8)
 LANGUAGE = TransformerConfig(
@@ -114,7 +114,7 @@ def check(model, whole, roles=None, mesh=None):
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("language",)], ids=str)
 @pytest.mark.parametrize("strategy", [0, 2, 3])
 def test_training_equals_one_process_with_parts_frozen(strategy, frozen):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     whole = build(frozen)
     model, optimizer = shard(build(frozen), strategy, mesh)
     train(whole, model, optimizer, mesh)
@@ -123,7 +123,7 @@ def test_training_equals_one_process_with_parts_frozen(strategy, frozen):
 
 @pytest.mark.ranks(4)
 def test_a_frozen_encoder_cut_over_tp_and_in_pieces_trains_like_one_process():
-    mesh = ParallelLayout(dp_shard=2, tp=2).build("cpu")
+    mesh = ParallelLayout(dp_shard=2, tp=2).build(device_type())
     language = replace(LANGUAGE, vocab_multiple=4, sequence_parallel=True)
     whole, model = (build(("vision",), where, language) for where in (None, mesh))
     roles = {name: role_of(parameter) for name, parameter in model.named_parameters()}
@@ -136,7 +136,7 @@ def test_a_frozen_encoder_cut_over_tp_and_in_pieces_trains_like_one_process():
 @pytest.mark.parametrize(("strategy", "frozen"), [(0, ()), (3, ("language",))], ids=str)
 def test_a_decoder_with_experts_over_ranks_trains_like_one_process(strategy, frozen):
     """Its routers' biases move like one process's, and if it is frozen not at all."""
-    mesh = ParallelLayout(ep=2).build("cpu")
+    mesh = ParallelLayout(ep=2).build(device_type())
     moe = MoEConfig(num_experts=4, top_k=2, ffn_size=8, bias_rate=0.05)
     language = replace(LANGUAGE, moe=moe, init_std=0.3)
     whole, model = (build(frozen, where, language) for where in (None, mesh))
@@ -172,7 +172,7 @@ def test_images_and_positions_are_cut_over_tp_and_not_over_another_axis_of_its_s
 
 def train_beside_one_process(axes, change):
     """Train on the same batch on all ranks, three steps, and compare the weights."""
-    mesh = ParallelLayout(**axes).build("cpu")
+    mesh = ParallelLayout(**axes).build(device_type())
     language = replace(LANGUAGE, vocab_multiple=4, **change)
     whole, model = build(language=language), build(mesh=mesh, language=language)
     roles = {name: role_of(parameter) for name, parameter in model.named_parameters()}
@@ -192,7 +192,7 @@ def train_beside_one_process(axes, change):
 
 @pytest.mark.ranks(2)
 def test_generation_appends_no_image_tokens(ranks):
-    mesh = ParallelLayout(cp=2).build("cpu")
+    mesh = ParallelLayout(cp=2).build(device_type())
     prompt = torch.tensor([[5, 0, 0, 6, 7]])
     inputs = {"images": [torch.rand(3, 4, 8, generator=torch.Generator().manual_seed(0))]}
     found = []
@@ -207,7 +207,7 @@ def test_generation_appends_no_image_tokens(ranks):
 @pytest.mark.parametrize("part", ["vision", "language"])
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 def test_a_frozen_part_has_no_gradient_memory_and_sends_nothing_but_gathers(strategy, part, ranks):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     data = batch(0, [2 * ranks.rank, 2 * ranks.rank + 1])
     # SGD has no state: what is live between steps is weights and gradients.
     model, optimizer = shard(build((part,)), strategy, mesh, torch.optim.SGD)
@@ -238,7 +238,7 @@ def test_a_frozen_part_has_no_gradient_memory_and_sends_nothing_but_gathers(stra
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_bytes_at_rest_are_the_plans_with_a_part_frozen(strategy, ranks):
     """Counted from outside, after a step has allocated what it needs."""
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     data = batch(0, [0, 1])
     gc.collect()
     before = live_bytes()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from lamina_testing.ranks import Ranks
+from lamina_testing.ranks import Ranks, device_type
 
 if TYPE_CHECKING:
     from lamina_testing import oracles
@@ -22,6 +22,7 @@ __all__ = [
     "Ranks",
     "bit_oracle",
     "delayed_collectives",
+    "device_type",
     "live_bytes",
     "live_storages",
     "oracles",

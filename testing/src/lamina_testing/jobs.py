@@ -36,6 +36,7 @@ class Job:
     """One test body to be run on every rank of one world.
 
     `reuse` lets the ranks' processes outlive the job. See Note [Processes that are used again].
+    `tensors_on_device` makes the rank's device the default of its body.
     """
 
     module_name: str
@@ -54,6 +55,7 @@ class Job:
     reuse: bool
     traceback_style: str
     show_locals: bool
+    tensors_on_device: bool = False
 
     @property
     def processes(self) -> int:

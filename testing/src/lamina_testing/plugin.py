@@ -299,6 +299,9 @@ def _job(item: pytest.Function, marker: Marker) -> Job:
         reuse=marker.reuse_in(config),
         traceback_style=config.option.tbstyle,
         show_locals=config.option.showlocals,
+        # A body that names no device runs on any: that of the command line.
+        tensors_on_device=marker.device_in(config) == "cuda"
+        and not (marker.backend or marker.device),
     )
 
 

@@ -44,7 +44,7 @@ from lamina_testing.jobs import (
 )
 from lamina_testing.modules import ModuleLoader
 from lamina_testing.parametrization import parametrization
-from lamina_testing.ranks import Ranks
+from lamina_testing.ranks import Ranks, tensors_on
 
 _PR_SET_PDEATHSIG = 1
 
@@ -203,7 +203,8 @@ def _run_body(assignment: Assignment, rank: int, loader: ModuleLoader) -> bytes:
                 arguments[name] = monkeypatch
             else:
                 arguments[name] = _value(name, argument, body)
-        returned = body(**arguments)
+        with tensors_on(device) if job.tensors_on_device else contextlib.nullcontext():
+            returned = body(**arguments)
     if device.type == "cuda":
         torch.cuda.synchronize()  # an error of a kernel belongs to this body
     if job.reuse:

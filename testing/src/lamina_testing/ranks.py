@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = ["Ranks", "device_type", "tensors_on"]
+
+_device_type = ContextVar("device_type", default="cpu")
+
+
+def device_type() -> str:
+    """Return the kind of device that the tensors of this body belong to: "cpu" or "cuda"."""
+    return _device_type.get()
+
+
+@contextmanager
+def tensors_on(device: torch.device) -> Iterator[None]:
+    """Have a body make its tensors on a device, also those drawn from a generator of the CPU."""
+    from lamina_testing.default_device import DefaultDevice
+
+    before = _device_type.set(device.type)
+    try:
+        with DefaultDevice(device):
+            yield
+    finally:
+        _device_type.reset(before)
 
 
 @dataclass(frozen=True)

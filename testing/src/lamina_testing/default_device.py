@@ -24,5 +24,5 @@ class DefaultDevice(DeviceContext):
         drawn_from = named.get("generator")
         chosen = named.get("device") or function not in _device_constructors()
         if drawn_from is None or drawn_from.device == self.device or chosen:
-            return super().__torch_function__(function, types, arguments, named)
+            return super().__torch_function__(function, types, arguments, named)  # type: ignore[no-untyped-call]
         return function(*arguments, **named, device=drawn_from.device).to(self.device)

@@ -94,24 +94,10 @@ def shared_block(
     return block, symmetric.rendezvous(block, group.group_name)
 
 
-def all_gather_single(
-    output: torch.Tensor, input: torch.Tensor, group: ProcessGroup, *, async_op: bool = False
-) -> Work | None:
-    """Torch's own all-gather into one tensor, under the name this version does not warn about."""
-    function = _first("all_gather_single", "all_gather_into_tensor")
-    work: Work | None = function(output, input, group=group, async_op=async_op)
-    return work
-
-
-def reduce_scatter_single(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    group: ProcessGroup,
-    *,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    async_op: bool = False,
-) -> Work | None:
-    """Torch's own reduce-scatter of one tensor, under the name this version does not warn about."""
-    function = _first("reduce_scatter_single", "reduce_scatter_tensor")
-    work: Work | None = function(output, input, op=op, group=group, async_op=async_op)
-    return work
+# Torch's own, under the names that this version does not warn about. Pass the group by its name.
+all_gather_single: Callable[..., Work | None] = _first(
+    "all_gather_single", "all_gather_into_tensor"
+)
+reduce_scatter_single: Callable[..., Work | None] = _first(
+    "reduce_scatter_single", "reduce_scatter_tensor"
+)

@@ -25,8 +25,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import torch
 
 from lamina.buffers.layout.layout import BufferLayout
-from lamina.buffers.pool.slots import Slots
-from lamina.buffers.storage_access import access_of
+from lamina.buffers.pool.slots import MemoryBlock, Slots
 
 __all__ = ["MemoryBlock", "SavedTensorGuard", "ScratchBuffers", "StaleStorageError", "StoragePool"]
 
@@ -39,69 +38,6 @@ _WASTE = 1.25
 
 class StaleStorageError(RuntimeError):
     """A view of pooled storage is used while its memory does not hold its key's content."""
-
-
-class MemoryBlock:
-    """A piece of memory: one key's own, or a slot (`fixed`) that several keys share.
-
-    The keys' tensors view its `storage`, of `nbytes` bytes, or of none while an own block is
-    released. A block in which nobody lives (`owner`) refuses access. Whoever reads it through a
-    tensor that was kept gets the error `released`, and not a crash or what another key has left
-    there. With `poison`, released bytes become 0xFF and are kept, instead of being given back or
-    refused.
-    """
-
-    def __init__(
-        self, device: torch.device, nbytes: int, released: str, *, fixed: bool, poison: bool
-    ) -> None:
-        made = torch.empty(nbytes if fixed else 0, dtype=torch.uint8, device=device)
-        self.storage = made.untyped_storage()
-        self.nbytes, self.fixed, self.poison = nbytes, fixed, poison
-        self.owner: Key | None = None
-        self.access = access_of(self.storage, released)
-        self.release()
-
-    def grow(self) -> None:
-        """Take the bytes. What they hold is undefined (0xFF under poison)."""
-        self.access.allow()  # first, as torch would refuse to resize it, too
-        if self.storage.nbytes() != self.nbytes:
-            self.storage.resize_(self.nbytes)
-            if self.poison:
-                self._fill()
-
-    def release(self) -> None:
-        """Nobody lives here any longer: give an own block's bytes back, keep a slot's."""
-        self.owner = None
-        if self.poison:
-            self._fill()
-            return
-        if not self.fixed:
-            self.storage.resize_(0)
-        self.access.refuse()
-
-    def empty(self) -> None:
-        """Give back the bytes, under poison too."""
-        self.access.allow()
-        self.storage.resize_(0)
-        self.access.refuse()
-
-    def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor over the block, with a version counter of its own."""
-        # Autograd could never save an inference tensor for backward.
-        with torch.inference_mode(False), torch.no_grad():
-            made = torch.empty(0, dtype=dtype, device=self.storage.device)
-            nbytes = self.storage.nbytes()
-            self.access.allow()
-            made.set_(self.storage, 0, (numel,), (1,))
-            if self.storage.nbytes() != nbytes:
-                self.storage.resize_(nbytes)  # set_ gives a storage that is too small its bytes
-            if self.owner is None and not self.poison:
-                self.access.refuse()
-        return made
-
-    def _fill(self) -> None:
-        if self.storage.nbytes():
-            self.view(self.nbytes, torch.uint8).fill_(0xFF)
 
 
 @dataclass(eq=False)
@@ -189,10 +125,10 @@ class StoragePool:
         self.bytes_resident = self.bytes_peak = 0
         self._poison = poison
         self._entries = _Entries()
-        self._slots: Slots[MemoryBlock] | None = None
+        self._slots: Slots | None = None
         if mode == "slots":
             make = partial(self._block, fixed=True)
-            self._slots = Slots(make, MemoryBlock.empty, slot_context or nullcontext)
+            self._slots = Slots(make, slot_context or nullcontext)
 
     # -- keys -----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -114,9 +115,8 @@ class SmallReduction:
         if self._dtype is not None:
             return
         # Every tensor begins where any dtype may begin.
-        self._offsets = [0]
-        for tensor in tensors:
-            self._offsets.append(self._offsets[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        lengths = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
+        self._offsets = [0, *accumulate(lengths)]
         self._gather = AllGather(*self._buffers(), group)
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:

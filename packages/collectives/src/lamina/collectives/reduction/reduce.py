@@ -62,7 +62,8 @@ class NativeReduction(Reduction):
         if group is None or alone or input.is_meta:
             pass
         elif self.scatter:
-            work = reduce_scatter_single(total, input, group, op=self._backend_op, async_op=True)
+            how = {"op": self._backend_op, "group": group, "async_op": True}
+            work = reduce_scatter_single(total, input, **how)
         else:
             work = dist.all_reduce(total, op=self._backend_op, group=group, async_op=True)
         return partial(self._finish, work, task, total)

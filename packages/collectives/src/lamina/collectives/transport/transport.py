@@ -175,7 +175,7 @@ class _BackendRoute:
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
     ) -> Completion:
         if self._by_backend:
-            work = all_gather_single(output, input, self._ref.group, async_op=True)
+            work = all_gather_single(output, input, group=self._ref.group, async_op=True)
             return end_of(work)
         pieces = list(enumerate(torch.split(output, self._lengths)))
         sends = [(peer, input) for peer, _ in pieces]

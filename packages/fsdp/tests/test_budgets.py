@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 from lamina.collectives import Ledger
@@ -107,6 +108,19 @@ def test_gradients_on_the_wire_fill_the_reduce_budget_and_never_exceed_it(strate
         assert memory_plan(model).in_flight > units * block
 
 
+@pytest.mark.ranks(2)
+def test_the_plan_of_a_reduce_budget_counts_the_sums_that_go_to_the_host(ranks):
+    """Each reduction on the wire has its sum on the device until it is copied to the host."""
+    plans = {}
+    for policy in (None, CPUOffloadPolicy()):
+        for budget in (None, 1 << 20):  # all units fit on the wire
+            model, _ = build(reduce_budget=budget, offload_policy=policy)
+            plans[policy is not None, budget is not None] = memory_plan(model).in_flight
+    root, block = sizes(model)
+    assert plans[True, False] - plans[False, False] == 2 * block // 2
+    assert plans[True, True] - plans[False, True] == (DEPTH * block + root) // 2
+
+
 @pytest.mark.ranks(1)
 def test_a_budget_that_no_step_fits_into_is_refused(ranks):
     mesh = init_device_mesh(device_type(), (1,), mesh_dim_names=("dp",))
@@ -116,6 +130,7 @@ def test_a_budget_that_no_step_fits_into_is_refused(ranks):
         ({"reduce_budget": 5000}, r"reduce_budget=5000 .* blocks\.0 are \d+ bytes"),
         ({"gather_budget": 1 << 20, "fsdp_double_buffer": True}, "fixed memory"),
         ({"gather_budget": 1 << 20, "zero_dp_strategy": 1}, "keeps weights whole"),
+        ({"gather_budget": 1 << 20, "overlap_param_gather": False}, "which is off"),
     ):
         model = Deep()
         with pytest.raises(ValueError, match=says):

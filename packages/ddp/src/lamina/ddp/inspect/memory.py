@@ -54,8 +54,8 @@ class MemoryPlan:
             With a budget, that many bytes instead of two units.
         in_flight: gradient buffers of the two largest units (of the largest buckets, as many as
             may be held at once), and what their reduction receives, by the transport at hand (with
-            offloading, its sum on the device as well); with a budget, that many bytes, what they
-            receive, and the largest buffer being filled.
+            offloading, its sum on the device as well); with a budget, that many bytes, what comes
+            of them, and the largest buffer being filled.
         padding: the part of `weights` that belongs to no parameter.
         losses: what an int8 wire has lost of this rank's gradients (`reduction="int8"`).
         kept_buffers: gradient buffers of a step that are kept for the next one, at most
@@ -200,9 +200,13 @@ def _received(group: ParameterGroup) -> int:
         )
     else:
         received = (numel - numel // max(1, axis.size)) * wire.itemsize
+    return received + _staged(group)
+
+
+def _staged(group: ParameterGroup) -> int:
+    """The sum that a reduction makes on the device, where main grads are kept elsewhere."""
     away = group.settings.kept_on is not None
-    staged = _bytes(group, group.trained.main.numel, "grads") if away else 0
-    return received + staged
+    return _bytes(group, group.trained.main.numel, "grads") if away else 0
 
 
 def _padding(group: ParameterGroup) -> int:
@@ -212,11 +216,13 @@ def _padding(group: ParameterGroup) -> int:
 
 
 def _within(groups: list[ParameterGroup], budget: int) -> int:
-    """Bytes on the wire, what they bring, and one buffer being filled."""
+    """Bytes on the wire, what they bring, their sums elsewhere, and one buffer being filled."""
     sizes = [group.trained.wire_bytes for group in groups]
     ranks = max((group.axes.inner.size for group in groups), default=1)
     sent = min(budget, sum(sizes))
-    return sent + sent * (ranks - 1) // ranks + max(sizes, default=0)
+    # Which groups share the wire is not known: as if all staged what the one with the most does.
+    staged = max((sent * _staged(g) // max(1, g.trained.wire_bytes) for g in groups), default=0)
+    return sent + sent * (ranks - 1) // ranks + staged + max(sizes, default=0)
 
 
 def _largest(sizes: list[int], count: int) -> int:

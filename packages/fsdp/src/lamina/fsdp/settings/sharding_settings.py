@@ -40,6 +40,7 @@ _OVERLAPPED = (
     "overlap_grad_reduce",
     "the reductions that overlap_grad_reduce=True runs beside backward",
 )
+_AHEAD = ("overlap_param_gather", "the units that overlap_param_gather=True gathers ahead")
 _REGISTERED = ("nccl_ub", "the memory that nccl_ub=True registers")
 
 
@@ -109,7 +110,8 @@ class ShardingSettings:
             `model.deregister_memory()` on all ranks before the process group is destroyed.
         disable_symmetric_registration: with `nccl_ub`, user buffers without symmetric windows.
         gather_budget: bytes of whole weights per rank that may be live at once: as many units as
-            fit are gathered ahead. None gathers one ahead. Needs `zero_dp_strategy=3`.
+            fit are gathered ahead. None gathers one ahead. Needs `zero_dp_strategy=3` and
+            `overlap_param_gather`.
         overlap_param_gather: gather the next unit's weights while one computes.
         keep_fp8_transpose_cache: modules that multiply in FP8 keep the codes of their transposed
             weights from forward until backward, one byte per element, instead of quantising the
@@ -198,7 +200,7 @@ class ShardingSettings:
     nccl_ub: bool = False
     disable_symmetric_registration: bool = setting(False, needs=_REGISTERED)
     gather_budget: int | None = setting(
-        None, least=1, unit="bytes", gathered="whole weights that come and go"
+        None, least=1, unit="bytes", needs=_AHEAD, gathered="whole weights that come and go"
     )
     overlap_param_gather: bool = True
     keep_fp8_transpose_cache: bool = False

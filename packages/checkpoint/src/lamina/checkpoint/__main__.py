@@ -42,9 +42,9 @@ def _checkpoints(directory: str) -> list[Path | str]:
     if not is_url(directory) and not local_path(directory).exists():
         raise FileNotFoundError(f"{directory} does not exist")
     store = store_of(directory)
-    found = [location.address for location in store.locations().values()]
-    if found:
-        return found
+    checkpoints = [location.address for location in store.locations().values()]
+    if checkpoints:
+        return checkpoints
     try:
         location_of(directory).size(MANIFEST)
     except OSError:

@@ -81,7 +81,7 @@ def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 def chunks_of(metadata: Metadata, name: str | None = None) -> Iterator[Chunk]:
     """Yield the chunks of a tensor, or of all, in the order of their files."""
-    found = sorted(
+    storage_items = sorted(
         (item for item in metadata.storage_data.items() if name in (None, item[0].fqn)),
         key=lambda item: (item[1].relative_path, item[1].offset),
     )
@@ -90,7 +90,7 @@ def chunks_of(metadata: Metadata, name: str | None = None) -> Iterator[Chunk]:
         fqn: {box.offsets: box.sizes for box in described.chunks}
         for fqn, described in tensors.items()
     }
-    for index, info in found:
+    for index, info in storage_items:
         if index.fqn not in boxes:
             continue
         sizes = boxes[index.fqn].get(index.offset)
@@ -153,10 +153,10 @@ def verify_checkpoint(location: str | os.PathLike[str]) -> list[str]:
         return problems
     try:
         metadata, sums = read_metadata(at), ChunkSums.read(manifest, at)
-        found = [check_chunk(at, sums, chunk) for chunk in chunks_of(metadata)]
+        chunk_problems = [check_chunk(at, sums, chunk) for chunk in chunks_of(metadata)]
     except CheckpointError as error:
         return [*problems, str(error)]
-    return problems + [problem for problem in found if problem is not None]
+    return problems + [problem for problem in chunk_problems if problem is not None]
 
 
 def _check_file(location: Location, manifest: Manifest, name: str) -> str | None:
@@ -200,18 +200,18 @@ def compare_checkpoints(
             differences.append(Difference(name, how))
     flat_a, flat_b = flat_values(a.values), flat_values(b.values)
     for name in sorted(flat_a.keys() | flat_b.keys()):
-        one, other = flat_a.get(name, "(absent)"), flat_b.get(name, "(absent)")
-        if one != other:
-            differences.append(Difference(name, f"{_short(one)} / {_short(other)}"))
+        value_a, value_b = flat_a.get(name, "(absent)"), flat_b.get(name, "(absent)")
+        if value_a != value_b:
+            differences.append(Difference(name, f"{_short(value_a)} / {_short(value_b)}"))
     return differences
 
 
 def _compare(a: Opened, b: Opened, name: str) -> str | None:
-    one, other = a.tensors[name], b.tensors[name]
-    if one.size != other.size:
-        return f"shape {list(one.size)} / {list(other.size)}"
-    if one.properties.dtype != other.properties.dtype:
-        return f"dtype {one.properties.dtype} / {other.properties.dtype}"
+    described_a, described_b = a.tensors[name], b.tensors[name]
+    if described_a.size != described_b.size:
+        return f"shape {list(described_a.size)} / {list(described_b.size)}"
+    if described_a.properties.dtype != described_b.properties.dtype:
+        return f"dtype {described_a.properties.dtype} / {described_b.properties.dtype}"
     x, y = a.tensor(name), b.tensor(name)
     if not x.numel() or torch.equal(_bits(x), _bits(y)):
         return None

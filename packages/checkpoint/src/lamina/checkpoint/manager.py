@@ -308,8 +308,8 @@ class CheckpointManager:
         if chosen is None and default is not None:
             return default
         choices = () if chosen is None else chain([chosen], self._below(chosen, healthy=healthy))
-        anew = "; to begin anew there, pass default=0"
-        return self._load_good(choices, state, selection, fallback=fallback, remedy=anew)
+        remedy = "; to begin anew there, pass default=0"
+        return self._load_good(choices, state, selection, fallback=fallback, remedy=remedy)
 
     def back(self, state: MutableMapping[str, object], before: int) -> int:
         """Return to the last healthy checkpoint, and delete those after it (collective).
@@ -402,9 +402,9 @@ class CheckpointManager:
 
     def _below(self, below: int, *, healthy: bool) -> Iterator[int]:
         """Yield steps that have a checkpoint, from the newest below a step down (collective)."""
-        while (found := self._agree_on_step(None, below, healthy=healthy)) is not None:
-            yield found
-            below = found
+        while (step := self._agree_on_step(None, below, healthy=healthy)) is not None:
+            yield step
+            below = step
 
     def _agree_on_step(
         self, step: int | None, below: float = math.inf, *, healthy: bool = False
@@ -430,15 +430,15 @@ class CheckpointManager:
             if step is not None:
                 return step
             usable = (s for s in reversed(locations) if s < below)
-            found = next((s for s in usable if not healthy or _may_be_healthy(locations[s])), None)
-            passed = [s for s in locations if found is None or s > found]
+            newest = next((s for s in usable if not healthy or _may_be_healthy(locations[s])), None)
+            passed = [s for s in locations if newest is None or s > newest]
             if healthy and passed and math.isinf(below):
-                told = f"steps {passed} are passed over, because they were saved with healthy=False"
-                warnings.warn(told, stacklevel=5)
-            return found
+                why = "because they were saved with healthy=False"
+                warnings.warn(f"steps {passed} are passed over, {why}", stacklevel=5)
+            return newest
 
-        found = self._ranks.together(chosen)
-        value = self._ranks.first(_NONE if found is None else found)
+        choice = self._ranks.together(chosen)
+        value = self._ranks.first(_NONE if choice is None else choice)
         return None if value == _NONE else value
 
 

@@ -76,12 +76,12 @@ def import_dcp(
         metadata = read_metadata(location)
         names = list(tensors_of(metadata))
         paths = {name: _path(name, metadata.planner_data) for name in names}
-        held = list(metadata.state_dict_metadata)
-        trees: dict[str, Json] = {name.partition(".")[0]: {} for name in held}
+        stored = list(metadata.state_dict_metadata)
+        trees: dict[str, Json] = {name.partition(".")[0]: {} for name in stored}
         for entry, value in state.items():
             # An optimizer without state has its groups there. One with neither is not there.
             parts = ("state", "param_groups") if is_optimizer(value) else ("",)
-            if any(name.startswith(f"{entry}.{part}") for name in held for part in parts):
+            if any(name.startswith(f"{entry}.{part}") for name in stored for part in parts):
                 trees[entry] = _tree(entry, value, paths, state, hints)
         return Source(location, None, metadata, trees)
 

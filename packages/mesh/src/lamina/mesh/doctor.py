@@ -54,7 +54,7 @@ class EnvironmentProblem:
 
     Attributes:
         name: the variable or the part of the machine, such as "CUDA_DEVICE_MAX_CONNECTIONS".
-        found: what it is now.
+        value: what it is now.
         effect: what that does to a run.
         remedy: what to change.
         severity: "error": some runs will fail. "warning": every run of the kind suffers.
@@ -62,13 +62,13 @@ class EnvironmentProblem:
     """
 
     name: str
-    found: str
+    value: str
     effect: str
     remedy: str
     severity: Severity = "warning"
 
     def __str__(self) -> str:
-        return f"{self.name} is {self.found}: {self.effect} {self.remedy}"
+        return f"{self.name} is {self.value}: {self.effect} {self.remedy}"
 
 
 @functools.cache
@@ -368,7 +368,7 @@ def report(machine: Machine, problems: Sequence[EnvironmentProblem]) -> str:
     """The machine in a few lines, then each problem with what to change."""
     lines = [*_facts(machine), ""]
     for problem in problems:
-        lines.append(f"{problem.severity.upper():<8}{problem.name} is {problem.found}")
+        lines.append(f"{problem.severity.upper():<8}{problem.name} is {problem.value}")
         for text, bullet in ((problem.effect, ""), (problem.remedy, "-> ")):
             first, rest = " " * 8 + bullet, " " * (8 + len(bullet))
             lines += textwrap.wrap(text, 92, initial_indent=first, subsequent_indent=rest)

@@ -102,12 +102,12 @@ class Axes:
         if isinstance(mesh, DeviceMesh):
             dense = expert = mesh.mesh_dim_names or ()
 
-        def found(names: Sequence[str]) -> dict[str, Any]:
+        def wide_axes(names: Sequence[str]) -> dict[str, Any]:
             axes = {name: axis_if_there(mesh, name) for name in names if name != "pp"}
             wide = {name: axis for name, axis in axes.items() if axis and axis.size > 1}
             return {name: spmd.MeshAxis.of(axis.group) for name, axis in wide.items()}
 
-        return Axes(found(dense), found(expert))
+        return Axes(wide_axes(dense), wide_axes(expert))
 
     def parameter(self, parameter: Tensor) -> Types:
         """The types of a parameter, by its role: what the engine sums its gradient over is R."""
@@ -228,11 +228,11 @@ def _as_loss(name: str, kind: Any) -> Any:
 def _innermost(model: nn.Module, trace: TracebackType | None) -> str:
     """The name of the innermost module in whose forward an error arose."""
     names = {id(module): name for name, module in model.named_modules()}
-    found = ""
+    innermost = ""
     while trace is not None:
-        found = names.get(id(trace.tb_frame.f_locals.get("self")), "") or found
+        innermost = names.get(id(trace.tb_frame.f_locals.get("self")), "") or innermost
         trace = trace.tb_next
-    return found
+    return innermost
 
 
 @contextmanager
@@ -300,12 +300,12 @@ def _sent(types: Types, group: ProcessGroup, kinds: Sequence[Any], becomes: Any)
 
 def _reduced(tensors: Sequence[Tensor], group: ProcessGroup | None, op: Any = "sum") -> None:
     """`all_reduce_small` of tensors with types: what is summed twice would be R the second time."""
-    kinds, found = (V, P) if op == "sum" else (R, I, V), []
+    kinds, sent_types = (V, P) if op == "sum" else (R, I, V), []
     if group is not None:
-        found = [_sent(spmd.get_local_type(tensor), group, kinds, R) for tensor in tensors]
+        sent_types = [_sent(spmd.get_local_type(tensor), group, kinds, R) for tensor in tensors]
     with spmd.no_typecheck():
         all_reduce_small(tensors, group, op)
-    for tensor, types in zip(tensors, found, strict=False):
+    for tensor, types in zip(tensors, sent_types, strict=False):
         spmd.mutate_type(tensor, src=dict(spmd.get_local_type(tensor)), dst=types)
 
 
@@ -340,7 +340,7 @@ def _dual(result: Tensor, *, tensor: Tensor, function: Any, dual: Any) -> None:
     types = spmd.get_local_type(tensor)
     if not _within(types, group):
         types = spmd.get_local_type(whole)  # the same over the axes of the current mesh
-    found = dict(types)
+    result_types = dict(types)
     for axis in _within(types, group):
         sources = {V: (V, P), R: (R,), I: (I,), P: (P,)}[types[axis]]
         if not tensor.requires_grad and types[axis] in (R, I):
@@ -352,13 +352,13 @@ def _dual(result: Tensor, *, tensor: Tensor, function: Any, dual: Any) -> None:
             if _VALUE[source] + _VALUE[target] in steps[0]
             and _GRADIENT[target] + _GRADIENT[source] in steps[1]
         )
-        found[axis] = next(fits, None)
-        if found[axis] is None:
+        result_types[axis] = next(fits, None)
+        if result_types[axis] is None:
             raise spmd.SpmdTypeError(
                 f"{types[axis].name} along {axis} does not fit a region that takes values "
                 f"{_in_words(steps[0])} and gradients {_in_words(steps[1])}"
             )
-    spmd.assert_type(result, found)
+    spmd.assert_type(result, result_types)
 
 
 def _in_words(step: Sequence[str]) -> str:

@@ -67,12 +67,12 @@ class CutOverRanks(ParallelStyle):
 
 def _require_as_made(model: GPTModel, axis: MeshAxis) -> None:
     """Raise ValueError on every rank if the model was changed, as its modules are made again."""
-    found = _change(model)
-    if _agree([int(bool(found))], axis) == [False]:
-        found = found or f"the model of another rank of {axis.name} is not as its config makes it"
-    if found:
+    change = _change(model)
+    if _agree([int(bool(change))], axis) == [False]:
+        change = change or f"the model of another rank of {axis.name} is not as its config makes it"
+    if change:
         raise ValueError(
-            f"{found}, and cutting makes all modules anew: change the model after "
+            f"{change}, and cutting makes all modules anew: change the model after "
             "parallelize_module, or in TransformerConfig"
         )
 
@@ -150,9 +150,9 @@ def _piece(whole: nn.Parameter, like: nn.Parameter, axis: MeshAxis) -> nn.Parame
     role = role_of(like)
     piece = whole
     if role.tp_shard_dim is not None:
-        held = cut_weight(whole.detach(), role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)
+        cut = cut_weight(whole.detach(), role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)
         # A copy even if the piece is a view, so that the whole can be freed.
-        piece = nn.Parameter(held.clone(), requires_grad=whole.requires_grad)
+        piece = nn.Parameter(cut.clone(), requires_grad=whole.requires_grad)
     copy_role(like, piece)
     return piece
 

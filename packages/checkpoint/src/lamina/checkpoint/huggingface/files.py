@@ -71,15 +71,15 @@ def divide(tensors: Sequence[Described], limit: int) -> dict[str, list[Described
     if len(files) == 1:
         return {"model.safetensors": files[0]}
     return {
-        f"model-{number:05d}-of-{len(files):05d}.safetensors": held
-        for number, held in enumerate(files, 1)
+        f"model-{number:05d}-of-{len(files):05d}.safetensors": file
+        for number, file in enumerate(files, 1)
     }
 
 
 def index_text(files: Mapping[str, Sequence[Described]]) -> str:
     """Return the text of `model.safetensors.index.json`."""
-    total = sum(tensor.bytes for held in files.values() for tensor in held)
-    places = {tensor.name: name for name, held in files.items() for tensor in held}
+    total = sum(tensor.bytes for tensors in files.values() for tensor in tensors)
+    places = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
 
 
@@ -122,8 +122,8 @@ class FileWriter:
                 f"'{expected.name}' is {tensor.dtype} {list(tensor.shape)}, planned was "
                 f"{expected.dtype} {list(expected.shape)}"
             )
-        held = tensor.detach().cpu().resolve_neg().contiguous()
-        self._write(memory_of(held))
+        on_cpu = tensor.detach().cpu().resolve_neg().contiguous()
+        self._write(memory_of(on_cpu))
         self._expected.pop(0)
 
     def close(self) -> None:

@@ -52,14 +52,14 @@ def gathered(
     if whole.everywhere and part is not None and not is_cut(part):
         yield from (narrowed(part, *box) for box in boxes)
         return
-    held = {} if part is None else boxes_of(part)
-    owners = _owners(list(held), whole.shape, ranks)
+    views = {} if part is None else boxes_of(part)
+    owners = _owners(list(views), whole.shape, ranks)
     alone = all(owner == 0 for owner in owners.values())  # the first rank holds all of it
     if not alone and not (whole.dtype.is_floating_point and whole.dtype.itemsize > 1):
         full = _broadcast(whole, part, min(owners.values()), ranks)
         yield from (narrowed(full, *box) for box in boxes)
         return
-    mine = {box: view for box, view in held.items() if owners[box] == ranks.rank}
+    mine = {box: view for box, view in views.items() if owners[box] == ranks.rank}
     # Copies of a tied weight on two stages may be cut at other places: the lowest rank's counts.
     lower = [box for box, owner in owners.items() if owner < ranks.rank]
     others = [common for box in mine for other in lower if (common := meet(box, other))]
@@ -79,9 +79,9 @@ def _sum(
 ) -> None:
     """Fill in one box of the whole; `ranks` is None where nobody else is needed."""
     made.fill_(-0.0)
-    for held, view in mine.items():
-        if (common := meet(held, box)) is not None:
-            narrowed(made, *_within(common, box)).copy_(narrowed(view, *_within(common, held)))
+    for own_box, view in mine.items():
+        if (common := meet(own_box, box)) is not None:
+            narrowed(made, *_within(common, box)).copy_(narrowed(view, *_within(common, own_box)))
     for other in others:
         if (common := meet(other, box)) is not None:
             narrowed(made, *_within(common, box)).fill_(-0.0)
@@ -105,16 +105,16 @@ def _broadcast(whole: Whole, part: Tensor | None, source: int, ranks: Ranks) -> 
 
 def boxes_of(part: Tensor) -> dict[Box, Tensor]:
     """Return the boxes of the whole that a tensor holds, each as a view of its memory."""
-    held = part.detach()
+    detached = part.detach()
     if not is_cut(part):
-        return {((0,) * part.ndim, tuple(part.shape)): held}
-    found = {}
+        return {((0,) * part.ndim, tuple(part.shape)): detached}
+    views = {}
     for chunk in part.__create_chunk_list__():  # type: ignore[attr-defined]
         if chunk.sizes.numel() or not part.numel():
             box = tuple(chunk.offsets), tuple(chunk.sizes)
             view = part.__get_tensor_shard__(MetadataIndex("", chunk.offsets))  # type: ignore[attr-defined]
-            found[box] = view.detach()
-    return found
+            views[box] = view.detach()
+    return views
 
 
 def _owners(mine: list[Box], shape: tuple[int, ...], ranks: Ranks) -> dict[Box, int]:
@@ -138,10 +138,10 @@ def _owners(mine: list[Box], shape: tuple[int, ...], ranks: Ranks) -> dict[Box, 
     return owners
 
 
-def meet(one: Box, other: Box) -> Box | None:
+def meet(box: Box, other: Box) -> Box | None:
     """Return what two boxes have in common."""
-    starts = tuple(map(max, one[0], other[0]))
-    stops = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
+    starts = tuple(map(max, box[0], other[0]))
+    stops = (min(a + n, b + m) for a, n, b, m in zip(*box, *other, strict=True))
     sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
     return (starts, sizes) if all(size > 0 for size in sizes) else None
 
@@ -153,6 +153,6 @@ def _within(box: Box, outer: Box) -> Box:
 
 def fill(part: Tensor, box: Box, values: Tensor) -> None:
     """Copy a box of a whole tensor into what a tensor, cut in any way, holds of it."""
-    for held, view in boxes_of(part).items():
-        if (common := meet(held, box)) is not None:
-            narrowed(view, *_within(common, held)).copy_(narrowed(values, *_within(common, box)))
+    for own_box, view in boxes_of(part).items():
+        if (common := meet(own_box, box)) is not None:
+            narrowed(view, *_within(common, own_box)).copy_(narrowed(values, *_within(common, box)))

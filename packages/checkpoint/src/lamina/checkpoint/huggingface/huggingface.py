@@ -63,13 +63,13 @@ class _Tensors:
         They would be left out without a word.
         """
         linked = {link.ours for link in links}
-        held = {id(self._parameters[name]) for name in linked & self._parameters.keys()}
+        linked_ids = {id(self._parameters[name]) for name in linked & self._parameters.keys()}
         left = sorted(
             name
             for name, value in self.tree.items()
             if isinstance(value, Tensor)
             and name not in linked
-            and id(self._parameters.get(name)) not in held
+            and id(self._parameters.get(name)) not in linked_ids
         )
         if left:
             raise CheckpointMismatchError(
@@ -87,7 +87,7 @@ class _Tensors:
         region = self.region_of(name)
         return tuple(self.tree[name].shape) if region is None else region.shape
 
-    def held(self, name: str) -> Tensor | None:
+    def local_part(self, name: str) -> Tensor | None:
         """What this rank holds of a tensor; None on stages that have other layers."""
         if name not in self.tree:
             return None
@@ -183,7 +183,7 @@ def export_huggingface(
     try:
         ranks.together(lambda: writer.begin() if writer else None)
         for planned in plan:
-            _export_one(planned, tensors.held(planned.whole.name), ranks, writer)
+            _export_one(planned, tensors.local_part(planned.whole.name), ranks, writer)
         ranks.together(lambda: writer.finish(config) if writer else None)
     finally:
         if writer is not None:
@@ -218,10 +218,10 @@ class _Planned:
         self.made = [_described(piece, whole.dtype, kept) for piece in self.pieces]
 
 
-def _described(piece: Piece, held: torch.dtype, kept: torch.dtype) -> list[Described]:
-    made = piece.link.to_theirs(torch.empty(piece.sizes, dtype=held, device="meta"))
+def _described(piece: Piece, model_dtype: torch.dtype, file_dtype: torch.dtype) -> list[Described]:
+    made = piece.link.to_theirs(torch.empty(piece.sizes, dtype=model_dtype, device="meta"))
     return [
-        Described(name, tuple(tensor.shape), kept)
+        Described(name, tuple(tensor.shape), file_dtype)
         for name, tensor in zip(piece.link.theirs, made, strict=True)
     ]
 
@@ -230,16 +230,16 @@ def _export_one(
     planned: _Planned, part: Tensor | None, ranks: Ranks, writer: _Export | None
 ) -> None:
     boxes = [(piece.offsets, piece.sizes) for piece in planned.pieces]
-    found = gathered(planned.whole, part, boxes, ranks)
+    tensors = gathered(planned.whole, part, boxes, ranks)
     for piece, made in zip(planned.pieces, planned.made, strict=True):
         if writer is None:
-            next(found)
+            next(tensors)
         else:  # nothing here holds the piece while the next one is gathered
-            writer.add(piece.link, next(found), made)
+            writer.add(piece.link, next(tensors), made)
 
 
 def _dtype_name(files: Mapping[str, Sequence[Described]]) -> str:
-    floating = [t.dtype for held in files.values() for t in held if t.dtype.is_floating_point]
+    floating = [t.dtype for tensors in files.values() for t in tensors if t.dtype.is_floating_point]
     return str(floating[0] if floating else torch.float32).removeprefix("torch.")
 
 
@@ -248,7 +248,7 @@ class _Export:
 
     def __init__(self, path: Path, files: Mapping[str, Sequence[Described]]) -> None:
         self._path, self._files = path, files
-        self._order = [(name, t) for name, held in files.items() for t in held]
+        self._order = [(name, t) for name, tensors in files.items() for t in tensors]
         self._written: list[tuple[str, FileWriter]] = []  # the last one may be open
         self.failure: Exception | None = None
 
@@ -373,13 +373,13 @@ def import_huggingface(
                 tensors.refuse_unlinked(links)
                 _refuse_unused(unused, files)
             for link in links:
-                if (part := tensors.held(link.ours)) is not None:
+                if (part := tensors.local_part(link.ours)) is not None:
                     for piece in pieces_of(link, tensors.shape(link.ours)):
                         _import_one(piece, part, files)
             return unused
 
     # Ranks with whole models all fail alike, or are alone.
-    cut = any(type(tensors.held(link.ours)) is not Tensor for link in links)
+    cut = any(type(tensors.local_part(link.ours)) is not Tensor for link in links)
     left = Ranks(group).together(read) if cut else read()
     model.load_state_dict(tensors.tree)  # in place already; wrappers learn of it
     return left
@@ -397,7 +397,7 @@ def _refuse_unused(names: Sequence[str], files: Files) -> None:
 
 def _check_link(link: HuggingFaceLink, tensors: _Tensors, files: Files) -> None:
     """Refuse, before anything changes, what the files lack or can't give."""
-    part = tensors.held(link.ours)
+    part = tensors.local_part(link.ours)
     if part is None:
         return  # another pipeline stage's
     if part.is_meta:
@@ -420,7 +420,7 @@ def _check_link(link: HuggingFaceLink, tensors: _Tensors, files: Files) -> None:
 def _import_one(piece: Piece, part: Tensor, files: Files) -> None:
     """Read a piece, if this rank's part has some of it."""
     box = piece.offsets, piece.sizes
-    if part.numel() and not any(meet(held, box) for held in boxes_of(part)):
+    if part.numel() and not any(meet(own_box, box) for own_box in boxes_of(part)):
         return
     values = piece.link.to_ours([files.tensor(name) for name in piece.link.theirs])
     if tuple(values.shape) != piece.sizes:

@@ -83,19 +83,19 @@ def pieces_of(link: HuggingFaceLink, shape: Sequence[int]) -> list[Piece]:
         cut = link.pieces()
     if cut is None:
         return [Piece(zeros, whole, link)]
-    found = []
+    pieces = []
     for slices, part in cut:
         sides = [s.indices(n)[:2] for s, n in zip(slices, whole, strict=False)]
         offsets = tuple(start for start, _ in sides) + zeros[len(sides) :]
         sizes = tuple(stop - start for start, stop in sides) + whole[len(sides) :]
-        found.append(Piece(offsets, sizes, part))
-    covered = sum(math.prod(piece.sizes) for piece in found)
+        pieces.append(Piece(offsets, sizes, part))
+    covered = sum(math.prod(piece.sizes) for piece in pieces)
     if covered != math.prod(whole):
         raise ValueError(
             f"the pieces of '{link.ours}' have {covered} elements, the tensor {list(whole)} has "
             f"{math.prod(whole)}: its weight map does not fit it"
         )
-    return found
+    return pieces
 
 
 def weights_of(model: nn.Module) -> HuggingFaceWeights:

@@ -48,8 +48,8 @@ def open_checkpoint(location: Location) -> Source:
     """Read the small files of a checkpoint; CheckpointDamagedError or -UnsafeError as they are."""
     manifest = Manifest.read(location)
     if (damaged := manifest.wrong_size(location)) is not None:
-        name, found, message = damaged
-        raise CheckpointDamagedError(message + _lost(location, manifest, name, found))
+        name, size, message = damaged
+        raise CheckpointDamagedError(message + _lost(location, manifest, name, size))
     metadata = read_metadata(location, manifest.read_file(location, METADATA))
     try:
         trees = json.loads(manifest.read_file(location, VALUES))
@@ -63,8 +63,8 @@ def open_checkpoint(location: Location) -> Source:
     return Source(location, manifest, metadata, trees)
 
 
-def _lost(location: Location, manifest: Manifest, file: str, found: int) -> str:
-    """Say which tensors a data file of `found` bytes lacks, and which rank wrote it."""
+def _lost(location: Location, manifest: Manifest, file: str, size: int) -> str:
+    """Say which tensors a data file of `size` bytes lacks, and which rank wrote it."""
     try:
         text = manifest.read_file(location, METADATA)
         storage = read_metadata(location, text).storage_data or {}
@@ -73,7 +73,7 @@ def _lost(location: Location, manifest: Manifest, file: str, found: int) -> str:
     names = {
         index.fqn: None
         for index, info in storage.items()
-        if info.relative_path == file and info.offset + info.length > found
+        if info.relative_path == file and info.offset + info.length > size
     }
     if not names:
         return ""
@@ -92,11 +92,11 @@ def open_step(store: Store, step: int) -> Source:
             f"{list(store.locations()) or 'none'}"
         )
     source = open_checkpoint(location)
-    found = step if source.manifest is None else source.manifest.step
-    if found != step:
+    stored_step = step if source.manifest is None else source.manifest.step
+    if stored_step != step:
         raise CheckpointMismatchError(
-            f"{location} holds step {found}: copied or renamed by hand? Call it step-{found:08d}, "
-            "or move it elsewhere"
+            f"{location} holds step {stored_step}: copied or renamed by hand? Call it "
+            f"step-{stored_step:08d}, or move it elsewhere"
         )
     return source
 

@@ -190,7 +190,7 @@ _SKIPS = [
     for code, argument in ((code, _ARGUMENTS.get(code, -1)) for code in range(256))
 ]
 """Bytes of the instructions that claim nothing, and 0 for all others."""
-_SHORT = {code for code, held in _ARGUMENTS.items() if held == pickletools.TAKEN_FROM_ARGUMENT1}
+_SHORT = {code for code, length in _ARGUMENTS.items() if length == pickletools.TAKEN_FROM_ARGUMENT1}
 _TWO_LINES = (ord("c"), ord("i"))
 
 
@@ -352,24 +352,24 @@ class Reader(StorageReader):
         length = self._info(item).length
         try:
             if self._fetched is None:
-                found = crc_of(file, offset, length)
+                crc = crc_of(file, offset, length)
             else:
-                found = self._fetched.keep(name, file, offset, length)
+                crc = self._fetched.keep(name, file, offset, length)
         except OSError as error:
             where = f"{self._location}/{name}: '{item.storage_index.fqn}'"
             raise unreadable(where, error) from error
-        self._compare(item, found)
+        self._compare(item, crc)
 
-    def _compare(self, item: ReadItem, found: int) -> None:
+    def _compare(self, item: ReadItem, crc: int) -> None:
         """Compare the CRC-32 of a chunk with the one that was written."""
         info = self._info(item)
         name, offset, length = info.relative_path, info.offset, info.length
         expected = self._sums.of(name, offset)
-        if expected is None or expected.crc32 != found or expected.bytes != length:
+        if expected is None or expected.crc32 != crc or expected.bytes != length:
             index, at = item.storage_index, list(item.storage_index.offset or ())
             raise CheckpointDamagedError(
                 f"{self._location}/{name} is damaged: '{index.fqn}' from {at} "
-                f"(bytes {offset} to {offset + length}) has CRC-32 {found:08x}, written was "
+                f"(bytes {offset} to {offset + length}) has CRC-32 {crc:08x}, written was "
                 f"{expected.crc32 if expected else 0:08x}"
             )
 

@@ -100,7 +100,7 @@ class Plan:
         if not patterns:
             return
         stored = (name for entry, tree in self._trees.items() for name in names_in(tree, entry))
-        here = (n for one in self._entries.values() if one.taken for n in one.taken.tensors)
+        here = (n for entry in self._entries.values() if entry.taken for n in entry.taken.tensors)
         names = [*self._state, *stored, *here]
         for pattern in patterns:
             self.claims[_PATTERN + pattern] = any(matches(name, pattern) for name in names)

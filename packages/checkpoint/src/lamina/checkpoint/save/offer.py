@@ -43,7 +43,7 @@ def digests(whole: Mapping[str, torch.Tensor], kinds: Mapping[str, Kind]) -> Dig
 
     Beginnings are copied once per device. `kinds` say what a difference means.
     """
-    found: Digests = {}
+    sums: Digests = {}
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in whole.items():
         if _has_bytes(tensor):
@@ -54,9 +54,9 @@ def digests(whole: Mapping[str, torch.Tensor], kinds: Mapping[str, Kind]) -> Dig
         for name, head in heads.items():
             tensor, stop = whole[name], start + head.numel()
             kind = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-            found[name] = zlib.crc32(view[start:stop], kind), kinds[name]
+            sums[name] = zlib.crc32(view[start:stop], kind), kinds[name]
             start = stop
-    return found
+    return sums
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
@@ -91,42 +91,42 @@ def compare(of_ranks: Sequence[Digests], written: Mapping[str, int]) -> None:
     write. CheckpointError names tensors, two ranks and the remedies.
     """
     first: dict[str, tuple[int, int]] = {}
-    found: dict[Kind, dict[str, tuple[int, int]]] = {"trained": {}, "usual": {}, "first": {}}
+    differing: dict[Kind, dict[str, tuple[int, int]]] = {"trained": {}, "usual": {}, "first": {}}
     for rank, mine in enumerate(of_ranks):
         for name, (sum_, kind) in mine.items():
             other, expected = first.setdefault(name, (rank, sum_))
             if sum_ != expected or (kind == "first" and other != 0):
-                found[kind].setdefault(name, (other, rank))
-    lost, usual = found["trained"], found["usual"]
-    if found["first"]:
-        name, (_, other) = next(iter(found["first"].items()))
+                differing[kind].setdefault(name, (other, rank))
+    lost, usual = differing["trained"], differing["usual"]
+    if differing["first"]:
+        name, (_, other) = next(iter(differing["first"].items()))
         raise CheckpointError(
             f"'{name}' on rank {other} is another tensor than on rank 0, or rank 0 has none: of "
             "objects that are neither modules nor optimizers the first rank's whole tensors are "
-            f"stored, and others would be lost ({len(found['first'])} names: "
-            f"{shortened(list(found['first']))}). PerRank(object) stores each rank's; a tensor "
+            f"stored, and others would be lost ({len(differing['first'])} names: "
+            f"{shortened(list(differing['first']))}). PerRank(object) stores each rank's; a tensor "
             "that is cut over ranks can say so (DTensor, lamina.buffers.engine.TensorPart); "
             "CheckpointManager(check_replicas=False) stores the first rank's"
         )
     if lost:
-        name, (one, other) = next(iter(lost.items()))
+        name, (earlier, other) = next(iter(lost.items()))
         raise CheckpointError(
-            f"'{name}' on rank {other} is another tensor than on rank {one}, and both offer it as "
-            f"the whole: all but one would be lost (so {len(lost)} names: {shortened(list(lost))})."
-            " Experts in modules of their own need names of their own on every ep rank "
-            "(experts.<number in the whole model>), which CheckpointManager(rename=...) can give "
-            "them; parameters that tp or ep has cut need "
+            f"'{name}' on rank {other} is another tensor than on rank {earlier}, and both offer it "
+            f"as the whole: all but one would be lost (so {len(lost)} names: "
+            f"{shortened(list(lost))}). Experts in modules of their own need names of "
+            "their own on every ep rank (experts.<number in the whole model>), which "
+            "CheckpointManager(rename=...) can give them; parameters that tp or ep has cut need "
             "CheckpointManager(mesh=...); an optimizer's state gets names from its model in the "
             "same state. If these are copies that have drifted apart, "
             "CheckpointManager(check_replicas=False) stores one of them"
         )
     if usual:
-        name, (one, other) = next(iter(usual.items()))
+        name, (earlier, other) = next(iter(usual.items()))
         stored = [f"{buffer} of rank {written[buffer]}" for buffer in usual if buffer in written]
         warnings.warn(
-            f"buffers differ between ranks ('{name}' on ranks {one} and {other}), and one rank's "
-            f'are stored: {shortened(stored)}. broadcast_buffers="forward" of the wrapper keeps '
-            "the first rank's on all; torch.nn.SyncBatchNorm computes them over all ranks",
+            f"buffers differ between ranks ('{name}' on ranks {earlier} and {other}), and one "
+            f'rank\'s are stored: {shortened(stored)}. broadcast_buffers="forward" of the wrapper '
+            "keeps the first rank's on all; torch.nn.SyncBatchNorm computes them over all ranks",
             stacklevel=2,
         )
 

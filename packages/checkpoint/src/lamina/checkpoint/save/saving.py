@@ -95,11 +95,11 @@ class Saver:
         staged: Staged = ranks.together(lambda: stage.copy(offer, known=not changed))
         blocked = time.perf_counter() - save.started
         # The thread holds copies only: what was made for this save may go before it is written.
-        held = replace(save, offered=replace(save.offered, tensors={}))
+        without_tensors = replace(save, offered=replace(save.offered, tensors={}))
         offered = signature(offer[1])
 
         def write(_held: object = self._committed()) -> None:
-            writer, _ = self._write(held, {}, StagedPlanner(staged), blocked=blocked)
+            writer, _ = self._write(without_tensors, {}, StagedPlanner(staged), blocked=blocked)
             if changed:
                 stage.finished(offered, writer.assigned)
 
@@ -253,8 +253,8 @@ class Background:
             raise self._failure.pop()
 
 
-def _finish_at_exit(held: weakref.ref[Background]) -> None:
-    background = held()
+def _finish_at_exit(reference: weakref.ref[Background]) -> None:
+    background = reference()
     if background is not None and not background.finish(_PATIENCE):
         # The program's own threads end before that.
         atexit.register(_give_up, background.idle(), background.words())

@@ -286,10 +286,10 @@ def _shares(items: list[WriteItem], number: int) -> list[list[WriteItem]]:
 def _verify_written(
     location: Location, name: str, written: FileSum, moved: Callable[[int], None] = lambda _: None
 ) -> None:
-    found = sum_of(location, name, from_disk=True, moved=moved)
-    if found != written:
+    read_back = sum_of(location, name, from_disk=True, moved=moved)
+    if read_back != written:
         raise CheckpointDamagedError(
-            f"{location}/{name} reads back as {found.bytes} bytes with CRC-32 {found.crc32:08x}, "
-            f"written were {written.bytes} bytes with {written.crc32:08x}: the disk or its "
-            "connection is faulty"
+            f"{location}/{name} reads back as {read_back.bytes} bytes with CRC-32 "
+            f"{read_back.crc32:08x}, written were {written.bytes} bytes with {written.crc32:08x}: "
+            "the disk or its connection is faulty"
         )

@@ -49,7 +49,7 @@ class CutTensors:
         self.rename, self._mesh = hints.rename, hints.mesh
         self._axes: dict[str, MeshAxis] = {}
         self._shown: dict[int, TensorRegion] = {}  # by id of the parameter
-        self._modules = [one for one in state.values() if isinstance(one, torch.nn.Module)]
+        self._modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
         for module in self._modules:
             self._search(module)
 
@@ -70,15 +70,15 @@ class CutTensors:
 
         From the mesh or, without one, from the modules, as far as they hold axes.
         """
-        held: dict[str, MeshAxis] = {}
+        axes: dict[str, MeshAxis] = {}
         if self._mesh is None:
             modules = (each for module in self._modules for each in module.modules())
             for axis in (axis for each in modules for axis in _axes_in(each, _LAYOUT)):
-                held.setdefault(axis.name, axis)
+                axes.setdefault(axis.name, axis)
         for name in _LAYOUT:
-            if (found := self._on_mesh(name)) is not None:
-                held[name] = found
-        return {n: (held[n].rank, held[n].size) for n in _LAYOUT if n in held and held[n].size > 1}
+            if (on_mesh := self._on_mesh(name)) is not None:
+                axes[name] = on_mesh
+        return {n: (axes[n].rank, axes[n].size) for n in _LAYOUT if n in axes and axes[n].size > 1}
 
     def _on_mesh(self, axis: str) -> MeshAxis | None:
         return None if self._mesh is None else axis_if_there(self._mesh, axis)
@@ -100,17 +100,17 @@ class CutTensors:
 
     def _axis(self, axis: str, name: str | None) -> MeshAxis | None:
         """Find an axis of more than one rank; `name` of a parameter that must have it."""
-        found = self._axes.get(axis)
-        if found is None and self._mesh is not None:
-            found = self._on_mesh(axis)
-        elif found is None and axis == "expert_tp" and "tp" in self._axes:
-            found = self._axes["tp"]  # experts cut as dense layers are
-        elif found is None and name and dist.is_initialized() and dist.get_world_size() > 1:
+        mesh_axis = self._axes.get(axis)
+        if mesh_axis is None and self._mesh is not None:
+            mesh_axis = self._on_mesh(axis)
+        elif mesh_axis is None and axis == "expert_tp" and "tp" in self._axes:
+            mesh_axis = self._axes["tp"]  # experts cut as dense layers are
+        elif mesh_axis is None and name and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
                 f"'{name}' is marked as cut over the axis {axis}, but neither its module nor the "
                 "CheckpointManager knows that axis: pass mesh= to CheckpointManager"
             )
-        return None if found is None or found.size == 1 else found
+        return None if mesh_axis is None or mesh_axis.size == 1 else mesh_axis
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
@@ -126,19 +126,21 @@ def _axes_in(module: torch.nn.Module, names: Sequence[str]) -> Iterator[MeshAxis
     """Yield the axes that a module holds, by itself or in a dataclass of axes."""
     for value in vars(module).values():
         if isinstance(value, MeshAxis):
-            held: list[Any] = [value]
+            values: list[Any] = [value]
         else:
-            held = list(vars(value).values()) if is_dataclass(value) else []
-        yield from (axis for axis in held if isinstance(axis, MeshAxis) and axis.name in names)
+            values = list(vars(value).values()) if is_dataclass(value) else []
+        yield from (axis for axis in values if isinstance(axis, MeshAxis) and axis.name in names)
 
 
-def as_part(tensor: torch.Tensor, region: TensorRegion | None, held: torch.Tensor) -> torch.Tensor:
-    """Show a tensor of the shape of the parameter `held` as the part that the parameter is.
+def as_part(
+    tensor: torch.Tensor, region: TensorRegion | None, parameter: torch.Tensor
+) -> torch.Tensor:
+    """Show a tensor of the shape of `parameter` as the part that `parameter` is.
 
     It is the parameter as a state_dict holds it, or a state of the same shape, which is the same
     part; others (step counts) are left alone.
     """
-    if region is None or tensor.shape != held.shape or isinstance(tensor, TensorPart):
+    if region is None or tensor.shape != parameter.shape or isinstance(tensor, TensorPart):
         return tensor
     if not isinstance(tensor, ShardedTensor) and hasattr(tensor, "placements"):
         return tensor

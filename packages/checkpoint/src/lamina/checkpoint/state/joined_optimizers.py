@@ -30,30 +30,31 @@ class JoinedOptimizers:
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
-        kinds = {(type(one).__name__, len(one.param_groups)) for one in optimizers}
+        kinds = {(type(each).__name__, len(each.param_groups)) for each in optimizers}
         if len(kinds) != 1:
             raise ValueError(
                 f"optimizers {sorted(kinds)} (kind, number of groups): to be joined there must be "
                 "at least one, and all alike"
             )
         self.optimizers = tuple(optimizers)
-        held = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]
-        if len(held) != len(set(held)):
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        ids = [id(parameter) for group in groups for parameter in group["params"]]
+        if len(ids) != len(set(ids)):
             raise ValueError("two of the optimizers hold the same parameter: each needs its own")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The first optimizer's groups, each with the parameters of all optimizers."""
-        return self._joined([one.param_groups for one in self.optimizers])
+        return self._joined([optimizer.param_groups for optimizer in self.optimizers])
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
         """The state of all parameters."""
-        return {p: held for one in self.optimizers for p, held in one.state.items()}
+        return {p: entry for optimizer in self.optimizers for p, entry in optimizer.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """State of all optimizers; keys of parameters say whose they are: (optimizer, its key)."""
-        trees = [one.state_dict() for one in self.optimizers]
+        trees = [optimizer.state_dict() for optimizer in self.optimizers]
         groups = [
             [
                 {**group, "params": [(number, key) for key in group["params"]]}
@@ -62,21 +63,21 @@ class JoinedOptimizers:
             for number, tree in enumerate(trees)
         ]
         state = {
-            (number, key): held
+            (number, key): entry
             for number, tree in enumerate(trees)
-            for key, held in tree["state"].items()
+            for key, entry in tree["state"].items()
         }
         return {**trees[0], "state": state, "param_groups": self._joined(groups)}
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Give each optimizer its own, and all the hyperparameters."""
-        for number, one in enumerate(self.optimizers):
+        for number, optimizer in enumerate(self.optimizers):
             groups = [
                 {**group, "params": [key for at, key in group["params"] if at == number]}
                 for group in tree["param_groups"]
             ]
-            state = {key: held for (at, key), held in tree["state"].items() if at == number}
-            one.load_state_dict({**tree, "state": state, "param_groups": groups})
+            state = {key: entry for (at, key), entry in tree["state"].items() if at == number}
+            optimizer.load_state_dict({**tree, "state": state, "param_groups": groups})
 
     def _joined(self, groups: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         return [

@@ -221,12 +221,12 @@ def _check_groups(entry: str, rank: int, first: Any, other: Any) -> None:
             f"'{entry}' has {len(groups[0])} parameter groups on rank 0 and {len(groups[1])} on "
             f"rank {rank}; {remedy}"
         )
-    for number, (one, two) in enumerate(zip(*groups, strict=True)):
-        for key in sorted({*one, *two} - {"params"}):
-            if one.get(key) != two.get(key):
+    for number, (group, other_group) in enumerate(zip(*groups, strict=True)):
+        for key in sorted({*group, *other_group} - {"params"}):
+            if group.get(key) != other_group.get(key):
                 raise CheckpointError(
-                    f"'{entry}' has {key}={one.get(key)} in parameter group {number} on rank 0 and "
-                    f"{two.get(key)} on rank {rank}; {remedy}"
+                    f"'{entry}' has {key}={group.get(key)} in parameter group {number} on rank 0 "
+                    f"and {other_group.get(key)} on rank {rank}; {remedy}"
                 )
 
 

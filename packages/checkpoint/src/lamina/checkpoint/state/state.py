@@ -69,14 +69,14 @@ def take_entry(entry: str, value: Any, state: Mapping[str, Any], cut: CutTensors
         tree, own_names = _renamed(dict(value.state_dict()), cut)
     else:
         tree = value.state_dict() if is_stateful(value) else value
-    found: dict[Path, torch.Tensor] = {}
-    json = encode(tree, (entry,), found)
+    by_path: dict[Path, torch.Tensor] = {}
+    json = encode(tree, (entry,), by_path)
     paths: dict[str, Path] = {}
-    tensors = {claim(path, paths): tensor for path, tensor in found.items()}
+    tensors = {claim(path, paths): tensor for path, tensor in by_path.items()}
     owners = _owners(entry, value, paths, optimizer, cut)
     shown = {name: tensor.detach() for name, tensor in tensors.items()}
-    for name, held in owners.items():
-        shown[name] = as_part(shown[name], cut.region_of(name, held), held)
+    for name, parameter in owners.items():
+        shown[name] = as_part(shown[name], cut.region_of(name, parameter), parameter)
     trained = frozenset(n for n in owners if optimizer is None or tensors[n].ndim > 0)
     return Taken(tree, json, tensors, shown, paths, optimizer, own_names, trained)
 

@@ -101,15 +101,15 @@ class Manifest:
         """Return the first file that is missing or of another length: name, bytes, a message."""
         for name, expected in self.files.items():
             try:
-                found = location.size(name)
+                size = location.size(name)
             except FileNotFoundError:
                 message = f"{location}/{name} is missing; it should have {expected.bytes} bytes"
                 return name, 0, message
             except OSError as error:
                 raise unreadable(f"{location}/{name}", error) from error
-            if found != expected.bytes:
-                message = f"{location}/{name} has {found} bytes, the manifest says {expected.bytes}"
-                return name, found, message
+            if size != expected.bytes:
+                message = f"{location}/{name} has {size} bytes, the manifest says {expected.bytes}"
+                return name, size, message
         return None
 
     def check_file(
@@ -122,8 +122,8 @@ class Manifest:
     ) -> None:
         """Read a whole file; CheckpointDamagedError if its checksum differs, or it is not there."""
         with self._reading(location, name):
-            found = sum_of(location, name, moved=moved, from_disk=from_disk)
-        self._compare(location, name, found)
+            file_sum = sum_of(location, name, moved=moved, from_disk=from_disk)
+        self._compare(location, name, file_sum)
 
     def read_file(self, location: Location, name: str) -> _Text:
         """Read a small file; CheckpointDamagedError if its checksum differs, or it is not there."""
@@ -143,12 +143,13 @@ class Manifest:
         except OSError as error:
             raise unreadable(f"{location}/{name}", error) from error
 
-    def _compare(self, location: Location, name: str, found: FileSum) -> None:
+    def _compare(self, location: Location, name: str, file_sum: FileSum) -> None:
         expected = self.files[name]
-        if found != expected:
+        if file_sum != expected:
             raise CheckpointDamagedError(
-                f"{location}/{name} is damaged: {found.bytes} bytes with CRC-32 "
-                f"{found.crc32:08x}, written were {expected.bytes} bytes with {expected.crc32:08x}"
+                f"{location}/{name} is damaged: {file_sum.bytes} bytes with CRC-32 "
+                f"{file_sum.crc32:08x}, written were {expected.bytes} bytes with "
+                f"{expected.crc32:08x}"
             )
 
 

@@ -354,7 +354,7 @@ class RemoteStore:
     def attempts(self) -> dict[int, dict[int, bool]]:
         """Return step -> attempt -> whether it has a manifest."""
         self._fs.invalidate_cache()
-        found: dict[int, dict[int, bool]] = {}
+        attempts: dict[int, dict[int, bool]] = {}
         try:
             entries = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
@@ -363,13 +363,13 @@ class RemoteStore:
             match = _ATTEMPT.fullmatch(str(entry).rstrip("/").rpartition("/")[2])
             if match:
                 there = self._is_there(f"{str(entry).rstrip('/')}/{MANIFEST}")
-                found.setdefault(int(match[1]), {})[int(match[2] or 0)] = there
-        return found
+                attempts.setdefault(int(match[1]), {})[int(match[2] or 0)] = there
+        return attempts
 
     def locations(self) -> dict[int, Location]:
         """Return the newest complete attempt's prefix of each step that has one."""
-        found = sorted(self.attempts().items())
-        return {step: self._newest(step, of) for step, of in found if any(of.values())}
+        attempts = sorted(self.attempts().items())
+        return {step: self._newest(step, of) for step, of in attempts if any(of.values())}
 
     def location(self, step: int) -> RemoteLocation:
         """Return the newest complete attempt's prefix."""
@@ -412,8 +412,10 @@ class RemoteStore:
 
     def note_unfinished(self) -> None:
         """Note the attempts without a manifest: later ones may be another manager's, at work."""
-        found = self.attempts().items()
-        self._unfinished = {(step, n) for step, of in found for n, there in of.items() if not there}
+        attempts = self.attempts().items()
+        self._unfinished = {
+            (step, n) for step, of in attempts for n, there in of.items() if not there
+        }
 
     def clean(self) -> list[str]:
         """Delete noted attempts still without a manifest, and those that a later one replaced."""

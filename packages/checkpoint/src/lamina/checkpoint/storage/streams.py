@@ -74,8 +74,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
         raise ValueError("the memory of a conjugated or negated view has other values")
     if not tensor.numel():
         return memoryview(b"")
-    held = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return memoryview(held).cast("B")
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
 
 
 def tensor_in(chunk: memoryview, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
@@ -134,10 +134,10 @@ class _Window(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         target = memoryview(buffer).cast("B")
-        found = self._view[self._at : self._at + len(target)]
-        target[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        piece = self._view[self._at : self._at + len(target)]
+        target[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
 
 
 _POLYNOMIAL = 0xEDB88320  # CRC-32 of zlib, bits reversed: the highest bit is x^0
@@ -155,11 +155,11 @@ def combine(first: int, second: int, length: int) -> int:
     return first ^ second
 
 
-def _times(one: int, other: int) -> int:
+def _times(factor: int, other: int) -> int:
     """Multiply two polynomials over GF(2), modulo that of the CRC."""
     product = 0
     for bit in range(31, -1, -1):
-        if one >> bit & 1:
+        if factor >> bit & 1:
             product ^= other
         other = other >> 1 ^ _POLYNOMIAL * (other & 1)
     return product

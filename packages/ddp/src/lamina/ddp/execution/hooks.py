@@ -249,7 +249,7 @@ def _settle_for_state_dicts(modules: Sequence[nn.Module], hooks: UnitHooks) -> N
     saved or loaded by itself (`model.head.load_state_dict`): modules that hold some of the unit's
     parameters have the same hooks, and containers of them hold nothing.
     """
-    holders: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {one: [] for one in modules}
+    holders: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {module: [] for module in modules}
     for group in hooks.unit.groups:
         for ref, main in zip(group.refs, group.main_parameters, strict=True):
             for reference, attribute in ref.owners:

@@ -310,7 +310,7 @@ class Unit:
         """Whether weights are gathered for backward; UnavailableError: it may read them."""
         for ref in () if unshard_in_backward else (r for g in self.groups for r in g.refs):
             owners = [owner() for owner, _ in ref.owners]
-            if not all(isinstance(one, (nn.Embedding, nn.EmbeddingBag)) for one in owners):
+            if not all(isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) for owner in owners):
                 raise UnavailableError(
                     f"set_unshard_in_backward(False) on {self.name or self.module_class}: "
                     f"{ref.name} is no embedding's, so its backward may read weights, which are "

@@ -124,7 +124,7 @@ def _collect(
     buffer_of: Callable[[ParameterGroup], FlatBuffer | None],
     wanted: Callable[[ParameterGroup, int], bool] | None,
 ) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for group in groups:
             buffer = buffer_of(group)
@@ -133,5 +133,5 @@ def _collect(
             views = group.layout.views(whole_of(buffer, group.axes))
             for index, (ref, view) in enumerate(zip(group.refs, views, strict=True)):
                 if wanted is None or wanted(group, index):
-                    found[ref.name] = view.clone()
-    return found
+                    tensors[ref.name] = view.clone()
+    return tensors

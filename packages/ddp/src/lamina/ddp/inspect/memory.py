@@ -211,8 +211,8 @@ def _staged(group: ParameterGroup) -> int:
 
 def _padding(group: ParameterGroup) -> int:
     """Bytes of padding in an average shard."""
-    held = group.weights.local.data.nbytes
-    return held * group.layout.padding // max(1, group.layout.size)
+    local_nbytes = group.weights.local.data.nbytes
+    return local_nbytes * group.layout.padding // max(1, group.layout.size)
 
 
 def _within(groups: list[ParameterGroup], budget: int) -> int:

@@ -108,7 +108,7 @@ def _gathered(group: ParameterGroup, microbatches: int, again: list[ParameterGro
     if group.weights.local.is_whole:
         return WireBytes()
     times = 1 if group.weights.kept_for_step else microbatches
-    times += microbatches * any(group is one for one in again)
+    times += microbatches * any(group is regathered for regathered in again)
     return _gather(group.axes.inner, group.weights.gathered_nbytes, group.device) * times
 
 
@@ -209,13 +209,13 @@ def _sum(
     side = 0 if codec.side_dtype is None else codec.side_dtype.itemsize
     terms = -(-piece // codec.block) * (codec.block * codec.dtype.itemsize + side)
     back = 0 if gathered is None else piece * gathered.itemsize
-    held = None if axis.group is None else host_runs(axis.group)
+    hosts = None if axis.group is None else host_runs(axis.group)
     if name == "native":
         return _to_others(axis, terms + (terms if back else 0))
-    if held is None or held.run in (1, axis.size) or piece % codec.block:
+    if hosts is None or hosts.run in (1, axis.size) or piece % codec.block:
         return _to_others(axis, terms) + _gather(axis, back * axis.size, device)
     # Terms go to the run of ranks around this one, and partial sums in fp32 to the other runs.
     partial = piece * torch.promote_types(wire, torch.float32).itemsize + back
-    runs, near = axis.size // held.run, len(held.near) // held.run
-    inside = (held.run - 1) * runs * (terms + back)
+    runs, near = axis.size // hosts.run, len(hosts.near) // hosts.run
+    inside = (hosts.run - 1) * runs * (terms + back)
     return WireBytes(inside + (near - 1) * partial, (runs - near) * partial)

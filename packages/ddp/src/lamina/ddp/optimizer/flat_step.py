@@ -482,11 +482,12 @@ def _same_history(group: ParameterGroup, first: int, second: int, optimizer: Opt
 
     Of two that were stepped equally often, one may have been stepped before a rate was changed.
     """
-    one, other = (optimizer.state.get(group.main_parameters[i], _NO_STATE) for i in (first, second))
-    if one.keys() != other.keys():
+    mains = group.main_parameters[first], group.main_parameters[second]
+    left, right = (optimizer.state.get(main, _NO_STATE) for main in mains)
+    if left.keys() != right.keys():
         return False
-    pairs = ((one[name], other[name]) for name in COUNTERS & one.keys())
-    return all(left is right or bool(left == right) for left, right in pairs)
+    pairs = ((left[name], right[name]) for name in COUNTERS & left.keys())
+    return all(own is other or bool(own == other) for own, other in pairs)
 
 
 # -- kernels that step a run at once. Each is a function of an optimizer, the settings of one of its

@@ -320,8 +320,8 @@ def match_groups(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -
     for names in own:
         places = {place[name]: name for name in names if name in place}
         if len(places) > 1:
-            (first, one), (second, other) = list(places.items())[:2]
-            raise _differ(f"{one} was in group {first} and {other} in group {second}, here in one")
+            (first, name), (second, other) = list(places.items())[:2]
+            raise _differ(f"{name} was in group {first} and {other} in group {second}, here in one")
         if not places:
             if names:
                 raise _differ(f"no saved group holds {names[0]}")

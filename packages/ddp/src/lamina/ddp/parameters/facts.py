@@ -63,9 +63,9 @@ def require_same_model(
     if device.type == "meta":
         device = torch.device("cpu")
     apart = [ref for ref in refs if expert is not None and ref.role.expert]
-    alike = [ref for ref in refs if not any(ref is one for one in apart)] if apart else refs
+    alike = [ref for ref in refs if not any(ref is other for other in apart)] if apart else refs
     facts: list[Fact] = [*software(), ("the wrapper", what)]
-    facts += [(one.name, describe(getattr(settings, one.name))) for one in fields(settings)]  # type: ignore[arg-type]
+    facts += [(field.name, describe(getattr(settings, field.name))) for field in fields(settings)]  # type: ignore[arg-type]
     over_tp = [*facts, *(optimizer_facts(optimizer, {}) if optimizer is not None else ())]
     facts += [(f"size of axis {axis.name}", str(axis.size)) for axis in (dense.outer, dense.inner)]
     facts.append(("the mesh", dense.mesh))
@@ -86,11 +86,11 @@ def _parameter_facts(refs: Sequence[ParameterRef]) -> Iterator[Fact]:
         shape = "uninitialised" if is_lazy(parameter) else str(tuple(parameter.shape))
         frozen = "" if parameter.requires_grad else ", requires_grad=False"
         tied = f", in {len(ref.owners)} places" if len(ref.owners) > 1 else ""
-        said = (f"{one.name}={value}" for one in fields(role) if (value := getattr(role, one.name)))
-        marks = "".join(f", {one}" for one in said)
+        marks = {field.name: getattr(role, field.name) for field in fields(role)}
+        said = "".join(f", {name}={value}" for name, value in marks.items() if value)
         yield (
             f"parameter {index}",
-            f"{ref.name} {shape} {parameter.dtype}{frozen}{tied}{marks}",
+            f"{ref.name} {shape} {parameter.dtype}{frozen}{tied}{said}",
         )
 
 

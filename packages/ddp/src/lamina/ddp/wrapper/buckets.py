@@ -239,7 +239,7 @@ def registration_refusal(
     `groups` are to use it; None is an axis of one rank. `symmetric` is for symmetric windows.
     """
     where = device if device.type == "cuda" else None
-    several: list[ProcessGroup | None] = [one for one in groups if one is not None]
+    several: list[ProcessGroup | None] = [group for group in groups if group is not None]
     for group in several or [None]:
         problem = registration_problem(group, where, symmetric=symmetric)
         if problem is None and device.type != "cuda":

@@ -188,8 +188,8 @@ def _shard(
     """Make one unit of modules; `ignored` are `id`s of parameters to leave alone."""
     # What they share is found as in a model that they are all of.
     around = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    for one in modules:
-        localise_dtensors(one, ignored)
+    for module in modules:
+        localise_dtensors(module, ignored)
     sharding = resolve(around, settings, left_alone=ignored)
     # What inner calls have sharded is not this unit's, and nor is what was to be left alone.
     keep = _resharding(reshard_after_forward, sharding.dense.inner.size)
@@ -200,16 +200,16 @@ def _shard(
     unit = build_units(around, [plan], sharding, buffers_later=True)[0].unit
     if keep is not None:
         unit.set_reshard_after_forward(keep)
-    sharded = [adopt(one, ModuleWithUnit) for one in modules]
-    for one in sharded:
-        one.__dict__[_SHARDING] = sharding
+    sharded = [adopt(module, ModuleWithUnit) for module in modules]
+    for module in sharded:
+        module.__dict__[_SHARDING] = sharding
     _show_parts(sharded, sharding)
     # Copies are sharded alike, and then get this module's values.
     blank = without_values(settings)
 
     def again(copies: list[nn.Module]) -> object:
         # What was left alone has values, and what inner units hold is left out anyway.
-        left_alone = {id(p) for one in copies for p in one.parameters() if not p.is_meta}
+        left_alone = {id(p) for module in copies for p in module.parameters() if not p.is_meta}
         return _shard(copies, blank, reshard_after_forward, left_alone)
 
     remember_sharding(sharded, again)

@@ -46,7 +46,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
-        views = not schema.is_mutable and any(one.alias_info for one in schema.returns)
+        views = not schema.is_mutable and any(output.alias_info for output in schema.returns)
         for leaf in () if views else tree_leaves((args, kwargs)):
             # The pool itself fills released storage, as bytes, which no weights are.
             plain = type(leaf) in (torch.Tensor, torch.nn.Parameter)

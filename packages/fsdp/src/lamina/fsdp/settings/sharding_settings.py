@@ -272,7 +272,7 @@ class ShardingSettings:
         given = self.zero_dp_strategy
         patterns = given if isinstance(given, Mapping) else {"*": given}
         outer = self.outer_dp_sharding_strategy
-        return {pattern: resolve_strategy(one, outer) for pattern, one in patterns.items()}
+        return {glob: resolve_strategy(strategy, outer) for glob, strategy in patterns.items()}
 
     def strategy_of(self, name: str) -> Strategy:
         """A parameter's strategy: that of the first pattern its name matches, or ValueError."""

@@ -19,21 +19,18 @@ def check_patterns(module: nn.Module, settings: ShardingSettings) -> None:
     policy = settings.precision
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    both, kept = parameters + buffers, policy.keep_full_precision
-    wanted = [(f"MixedPrecisionPolicy(keep_full_precision=[{one!r}])", one, both) for one in kept]
+    kept: Iterable[str] = policy.keep_full_precision
+    wanted = [("MixedPrecisionPolicy(keep_full_precision=[{!r}])", kept, parameters + buffers)]
     if policy.weight_codec is not None:
-        wanted += [
-            (f"MixedPrecisionPolicy(encoded=[{one!r}])", one, parameters) for one in policy.encoded
-        ]
+        wanted += [("MixedPrecisionPolicy(encoded=[{!r}])", policy.encoded, parameters)]
     if isinstance(settings.zero_dp_strategy, Mapping):
-        wanted += [
-            (f"zero_dp_strategy={{{one!r}: ...}}", one, parameters) for one in settings.strategies
-        ]
-    for setting, pattern, names in wanted:
+        wanted += [("zero_dp_strategy={{{!r}: ...}}", settings.strategies, parameters)]
+    each = ((setting, names, pattern) for setting, globs, names in wanted for pattern in globs)
+    for setting, names, pattern in each:
         if not fnmatch.filter(names, pattern):
             some = ", ".join(names[:3]) or "none"
             raise ValueError(
-                f"{setting} matches nothing in "
+                f"{setting.format(pattern)} matches nothing in "
                 f"{type(module).__name__}, whose names are such as {some}: correct the pattern, or "
                 "leave it out"
             )

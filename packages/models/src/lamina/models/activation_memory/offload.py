@@ -122,22 +122,22 @@ class _Saved:
 
     def add(self, tensor: Tensor, streams: _Streams | None) -> OnHost:
         """Start the copy of a tensor to the host."""
-        held = OnHost(self, tensor, streams)
-        self._tensors.append(weakref.ref(held))
-        return held
+        on_host = OnHost(self, tensor, streams)
+        self._tensors.append(weakref.ref(on_host))
+        return on_host
 
     def _alive(self) -> list[OnHost]:
-        return [held for reference in self._tensors if (held := reference()) is not None]
+        return [on_host for reference in self._tensors if (on_host := reference()) is not None]
 
     def send_for(self) -> None:
         """Start the copies to the device, beginning with the tensor that was saved last."""
-        for held in reversed(self._alive()):
-            held.send_for()
+        for on_host in reversed(self._alive()):
+            on_host.send_for()
 
     def let_go(self) -> None:
         """Free the copies on the device, as backward is at another block."""
-        for held in self._alive():
-            held.let_go()
+        for on_host in self._alive():
+            on_host.let_go()
 
 
 class OnHost:

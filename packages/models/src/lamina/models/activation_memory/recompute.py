@@ -118,12 +118,12 @@ def apply_recompute(
     """
     if isinstance(policy, str):
         policy = RecomputePolicy(kind=policy)
-    found = [module for module in model.modules() if isinstance(module, blocks)]
-    if not found:
+    model_blocks = [module for module in model.modules() if isinstance(module, blocks)]
+    if not model_blocks:
         names = ", ".join(block.__name__ for block in blocks)
         raise ValueError(f"{type(model).__name__} has no {names}: pass your blocks' classes")
     offloader = Offloader()
-    for index, block in enumerate(found):
+    for index, block in enumerate(model_blocks):
         for module in block.modules():
             if is_recomputed(module):
                 del module.forward

@@ -56,10 +56,10 @@ class Discarder:
         return output
 
     def _pack(self, tensor: Tensor) -> Tensor | _RecipeView:
-        found = self._known.get(tensor.untyped_storage()._cdata)
-        if found is None:
+        entry = self._known.get(tensor.untyped_storage()._cdata)
+        if entry is None:
             return tensor
-        storage, version, recipe = found
+        storage, version, recipe = entry
         # The address of a freed storage may belong to another one by now, and an output that was
         # written to afterwards cannot be computed again. Such tensors are saved as usual.
         if storage.expired() or tensor._version != version:  # type: ignore[no-untyped-call]

@@ -60,8 +60,8 @@ class Block:
                 logs = logs.masked_fill(~self.mask.any(dim=-1), -torch.inf)
             return out, logs
         if _flash_on_cuda(query) and self.mask is None:
-            found = flash_attention(query, key, value, 0.0, self.causal, False, scale=self.scale)
-            return found[0], found[1]
+            outputs = flash_attention(query, key, value, 0.0, self.causal, False, scale=self.scale)
+            return outputs[0], outputs[1]
         scores = self._scores(query, key)
         logs = scores.logsumexp(dim=-1)
         weights = (scores - _finite(logs)[..., None]).exp()
@@ -76,20 +76,21 @@ class Block:
         result, and its logs of sums.
         """
         if query.device.type == "cpu":
-            found: Gradients = flash_attention_backward_for_cpu(
+            gradients: Gradients = flash_attention_backward_for_cpu(
                 grad, query, key, value, out, logs, 0.0, self.causal,
                 attn_mask=self._bias(query), scale=self.scale,
             )  # fmt: skip
-            return found
+            return gradients
         if _flash_on_cuda(query) and self.mask is None:
             none = torch.empty(0, dtype=torch.int64, device=query.device)
             # Without dropout the kernel reads no seed and offset, nor lengths of equal sequences.
-            found = flash_attention_backward(
+            gradients = flash_attention_backward(
                 grad, query, _repeat(key, query), _repeat(value, query), out, logs.contiguous(),
                 None, None,
                 query.shape[2], key.shape[2], 0.0, self.causal, none, none, scale=self.scale,
             )  # fmt: skip
-            return found[0], _gather_heads(found[1], key), _gather_heads(found[2], value)
+            by_query, by_key, by_value = gradients
+            return by_query, _gather_heads(by_key, key), _gather_heads(by_value, value)
         weights = (self._scores(query, key) - _finite(logs)[..., None]).exp()
         grad, out = grad.to(weights.dtype), out.to(weights.dtype)
         keys, values = (_repeat(x, query).to(weights.dtype) for x in (key, value))

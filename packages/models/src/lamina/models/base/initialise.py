@@ -60,9 +60,9 @@ def extremes(values: Sequence[int], axis: MeshAxis) -> list[tuple[int, int]]:
         return [(value, value) for value in values]
     device = host_device([axis.group], "cuda" if torch.cuda.is_available() else "cpu")
     # One maximum gives both: the largest value, and the smallest with its sign changed.
-    found = torch.tensor([values, [-value for value in values]], dtype=torch.int64, device=device)
-    all_reduce_small([found], axis.group, op="max")
-    highest, lowest = found.tolist()
+    maxima = torch.tensor([values, [-value for value in values]], dtype=torch.int64, device=device)
+    all_reduce_small([maxima], axis.group, op="max")
+    highest, lowest = maxima.tolist()
     return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
 
 

@@ -84,8 +84,7 @@ class WeightLink:
             for name, length in zip(self.theirs[number * each :], matrix, strict=False):
                 inner = slice(start, start + length)
                 slices = (inner,) if stack is None else (slice(number, number + 1), inner)
-                one = (name,)
-                yield slices, replace(self, theirs=one, rows=None, stack=stack, in_memory=None)
+                yield slices, replace(self, theirs=(name,), rows=None, stack=stack, in_memory=None)
                 start += length
 
     def read(self, tensor: Callable[[str], Tensor]) -> Tensor:

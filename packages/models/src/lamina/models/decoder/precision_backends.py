@@ -52,11 +52,11 @@ def apply_precision(
         >>> model = apply_precision(GPTModel(config), Precision(backend="torch"))
     """
     _require_bare(model)
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, blocks)]
-    precision.check_blocks(len(found))
+    named_blocks = [(name, m) for name, m in model.named_modules() if isinstance(m, blocks)]
+    precision.check_blocks(len(named_blocks))
     _restore(model)
     first = precision.num_layers_at_start_in_bf16
-    chosen = found[first : len(found) - precision.num_layers_at_end_in_bf16]
+    chosen = named_blocks[first : len(named_blocks) - precision.num_layers_at_end_in_bf16]
     if precision.backend == "transformer_engine":
         use_transformer_engine(model, [block for _, block in chosen], precision, mesh)
     elif precision.backend == "torch-fp8":

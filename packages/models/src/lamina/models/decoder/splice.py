@@ -79,12 +79,13 @@ def image_positions(tokens: Tensor, image_token: int, counts: Sequence[int]) -> 
     inside[list(accumulate(counts, initial=0))] = False
     inside = inside.to(tokens.device, non_blocking=True)
     wrong = starts & inside[number.clamp(0, sum(counts))]
-    *held, misplaced = torch.cat((is_image.sum(dim=1), wrong.sum().view(1))).tolist()
-    if sum(held) != sum(counts):
+    *tokens_per_sequence, misplaced = torch.cat((is_image.sum(dim=1), wrong.sum().view(1))).tolist()
+    if sum(tokens_per_sequence) != sum(counts):
         raise ValueError(
-            f"the text has {_sum(held)} image tokens (id {image_token}) in its "
-            f"{len(held)} sequences, and {len(counts)} images give {_sum(counts)} vectors: put as "
-            "many image tokens in a sequence as vision.tokens_of(image) says, image by image"
+            f"the text has {_sum(tokens_per_sequence)} image tokens (id {image_token}) in its "
+            f"{len(tokens_per_sequence)} sequences, and {len(counts)} images give "
+            f"{_sum(counts)} vectors: put as many image tokens in a sequence as "
+            "vision.tokens_of(image) says, image by image"
         )
     if misplaced:
         row, column = wrong.nonzero()[0].tolist()

@@ -357,12 +357,12 @@ def _read_scaling(rope: Mapping[str, Any], source: Mapping[str, Any]) -> RopeSca
     if kind not in ("linear", "llama3", "yarn"):
         raise ValueError(f"rope_type is {kind!r}: known are default, linear, llama3 and yarn")
     original = "original_max_position_embeddings"
-    found = {name: rope[name] for name in _SCALING if rope.get(name) is not None}
+    scaling = {name: rope[name] for name in _SCALING if rope.get(name) is not None}
     if kind != "linear":
         length = source.get(original) or rope.get(original) or source["max_position_embeddings"]
-        found["original_length"] = length
+        scaling["original_length"] = length
     return RopeScaling(
-        kind=kind, factor=rope["factor"], attention_factor=_read_magnitude(rope), **found
+        kind=kind, factor=rope["factor"], attention_factor=_read_magnitude(rope), **scaling
     )
 
 

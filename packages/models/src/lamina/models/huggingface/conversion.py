@@ -52,13 +52,13 @@ def to_huggingface(
     """
     model = require_gpt(model, "to_huggingface()")
     _refuse_unlinked(model)
-    held, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    state = {**held, **buffers} if state is None else state
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    state = {**parameters, **buffers} if state is None else state
     exported: dict[str, Tensor] = {}
     for link in weight_map(model.config):
         if link.ours in buffers and link.ours not in state:
             continue
-        tensor, like = state[link.ours].detach(), held.get(link.ours)
+        tensor, like = state[link.ours].detach(), parameters.get(link.ours)
         whole = tensor if like is None else _whole(tensor, like, model.axis, model.expert_axes)
         if names == "memory" and link.in_memory is not None:
             exported[link.in_memory] = whole
@@ -122,10 +122,10 @@ def from_huggingface(
     _refuse_unlinked(model)
     table = links[0].theirs[0]
     model.to_empty(device=device).to(dtype=dtype or tensors.read(table).dtype)
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for link in links:
-            tensor = held[link.ours]
+            tensor = targets[link.ours]
             piece = _piece(_whole_of(link, tensors), tensor, model.axis, model.expert_axes)
             if piece.shape != tensor.shape:
                 raise ValueError(

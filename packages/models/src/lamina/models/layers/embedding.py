@@ -135,13 +135,15 @@ class VocabParallelEmbedding(_Table):
         row = ids - self.axis.rank * self.weight.shape[0]
         elsewhere = (row < 0) | (row >= self.weight.shape[0])
         strange = (ids < 0) | (ids >= self.vocab_size)
-        found = look_up(self.weight, row.masked_fill(elsewhere, 0))
+        vectors = look_up(self.weight, row.masked_fill(elsewhere, 0))
         # All ranks but one contribute zeros, so the sum is exact in any dtype.
-        filler = torch.where(strange, torch.nan, 0.0).to(found.dtype)
-        found = torch.where((elsewhere | strange)[..., None], filler[..., None], found)
+        filler = torch.where(strange, torch.nan, 0.0).to(vectors.dtype)
+        vectors = torch.where((elsewhere | strange)[..., None], filler[..., None], vectors)
         if self.sequence_parallel:
-            return reduce_scatter_to(found.flatten(0, 1), self.axis.group, reduction=self.reduction)
-        return reduce_from(found, self.axis.group, reduction=self.reduction)
+            return reduce_scatter_to(
+                vectors.flatten(0, 1), self.axis.group, reduction=self.reduction
+            )
+        return reduce_from(vectors, self.axis.group, reduction=self.reduction)
 
 
 class PositionEmbedding(_Table):

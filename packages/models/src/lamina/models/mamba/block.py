@@ -88,10 +88,10 @@ class StateSpaceScan(nn.Module):
         self.sizes = sizes
         self.axis = axis
         self.init_seed: int | None = None
-        held = require_divisible("Mamba heads", heads, axis)
-        self.A_log = nn.Parameter(torch.empty(held))
-        self.dt_bias = nn.Parameter(torch.empty(held))
-        self.D = nn.Parameter(torch.empty(held))
+        local_heads = require_divisible("Mamba heads", heads, axis)
+        self.A_log = nn.Parameter(torch.empty(local_heads))
+        self.dt_bias = nn.Parameter(torch.empty(local_heads))
+        self.D = nn.Parameter(torch.empty(local_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

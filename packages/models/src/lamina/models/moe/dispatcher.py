@@ -113,8 +113,8 @@ class TokenDispatcher:
         axis = axes.dispatch
         pieces = 1 if axes.expert_tp is None else axes.expert_tp.size
         homes = axis.size // pieces
-        held = self.num_experts // homes
-        way = _Way(axis, pieces, homes, held, axis.rank // pieces * held)
+        local_experts = self.num_experts // homes
+        way = _Way(axis, pieces, homes, local_experts, axis.rank // pieces * local_experts)
         if self.kind == "all_gather":
             return _AllGather(x, routing, way)
         if routing.capacity is not None:
@@ -132,23 +132,23 @@ def _largest(capacity: int, group: ProcessGroup, device: torch.device) -> int:
     A rank with fewer tokens has a smaller capacity. The exchange is between hosts if the group
     supports that, so that no host waits for its device.
     """
-    found = torch.full((1,), capacity, device=host_device([group], device))
-    all_reduce_small([found], group, op="max")
-    return int(found)
+    largest = torch.full((1,), capacity, device=host_device([group], device))
+    all_reduce_small([largest], group, op="max")
+    return int(largest)
 
 
 @dataclass(frozen=True)
 class _Way:
     """The ranks of the experts; `axis` is (ep, expert_tp), with expert_tp innermost.
 
-    `pieces` is the size of expert_tp and `homes` that of ep. A rank has `held` experts, from its
+    `pieces` is the size of expert_tp and `homes` that of ep. A rank has `local_experts`, from its
     `first` on.
     """
 
     axis: MeshAxis
     pieces: int
     homes: int
-    held: int
+    local_experts: int
     first: int
 
     @property
@@ -238,14 +238,17 @@ class _Sent(Dispatch):
 
 def _by_counts(x: Tensor, routing: Routing, way: _Way) -> _Sent:
     """Send each copy to its expert, after ranks have exchanged how many rows they send."""
-    counts = routing.counts.view(way.homes, 1, way.held)
-    counts = counts.expand(-1, way.pieces, -1).reshape(way.axis.size, way.held)
+    counts = routing.counts.view(way.homes, 1, way.local_experts)
+    counts = counts.expand(-1, way.pieces, -1).reshape(way.axis.size, way.local_experts)
     asked = start_all_to_all(counts, way.group)
     order = rows_by_expert(routing.experts)  # while the counts travel
     received = asked.wait()
     # This is the only time in a layer that the host waits for the device.
     known = torch.cat((routing.counts, received.flatten())).tolist()
-    runs = [known[start : start + way.held] for start in range(0, len(known), way.held)]
+    runs = [
+        known[start : start + way.local_experts]
+        for start in range(0, len(known), way.local_experts)
+    ]
     sends = [sum(run) for run in runs[: way.homes]]
     order = order.first(sum(sends)) if routing.holes else order
     return _Sent(x, routing, way, order, sends, runs[way.homes :], received.sum(0))
@@ -253,9 +256,10 @@ def _by_counts(x: Tensor, routing: Routing, way: _Way) -> _Sent:
 
 def _to_capacity(x: Tensor, routing: Routing, way: _Way, capacity: int) -> _Sent:
     """Send every expert the same number of rows, so that ranks exchange no counts."""
-    order = rows_to_capacity(routing.experts, way.homes * way.held, capacity)
-    counts = routing.counts.new_full((way.held,), way.axis.size * capacity)
-    sends, chunks = [way.held * capacity] * way.homes, [[capacity] * way.held] * way.axis.size
+    order = rows_to_capacity(routing.experts, way.homes * way.local_experts, capacity)
+    counts = routing.counts.new_full((way.local_experts,), way.axis.size * capacity)
+    sends = [way.local_experts * capacity] * way.homes
+    chunks = [[capacity] * way.local_experts] * way.axis.size
     return _Sent(x, routing, way, order, sends, chunks, counts)
 
 
@@ -269,15 +273,15 @@ class _AllGather(Dispatch):
         tokens = torch.full((1,), x.shape[0], dtype=torch.int64, device=x.device)
         mine = torch.cat((tokens, routing.counts)).unsqueeze(0)
         gathered_counts = start_all_gather(mine, way.group, async_op=False).wait()
-        here = slice(1 + way.first, 1 + way.first + way.held)
+        here = slice(1 + way.first, 1 + way.first + way.local_experts)
         # This is the only time in a layer that the host waits for the device.
         every = gathered_counts.tolist()
         self.sizes = [row[0] for row in every]
         on_host = tuple(map(sum, zip(*(row[here] for row in every), strict=True)))
         experts = gather_rows(routing.experts, way.group, self.sizes) - way.first
         self.weights = gather_rows(routing.weights, way.group, self.sizes)
-        elsewhere = (experts < 0) | (experts >= way.held)
-        order = rows_by_expert(experts.masked_fill(elsewhere, way.held))
+        elsewhere = (experts < 0) | (experts >= way.local_experts)
+        order = rows_by_expert(experts.masked_fill(elsewhere, way.local_experts))
         self.order = order.first(sum(on_host))
         rows = copies_to_rows(gather_rows(x, way.group, self.sizes), self.order)
         self.arrived = ExpertRows(rows, gathered_counts[:, here].sum(0), on_host)

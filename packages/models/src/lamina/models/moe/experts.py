@@ -97,8 +97,8 @@ class ExpertGradients:
         if runs.way == "batched":
             return torch.bmm(runs.batched(grad).transpose(1, 2), runs.batched(x))
         if runs.way == "grouped":
-            found = F.grouped_mm(grad.t(), x, offs=runs.ends)
-            return found.masked_fill_(_without_rows(runs.counts), 0)
+            expert_grads = F.grouped_mm(grad.t(), x, offs=runs.ends)
+            return expert_grads.masked_fill_(_without_rows(runs.counts), 0)
         parts = zip(torch.split(grad, runs.sizes), torch.split(x, runs.sizes), strict=True)
         return torch.stack([each.t() @ rows for each, rows in parts])
 
@@ -113,11 +113,11 @@ class ExpertGradients:
                 torch.bmm(*sides, out=total)
         elif x.is_cuda and runs.way != "loop":
             # One product for all experts, and one pass to add it, as grouped_mm has no `out`.
-            found = self.by_weight(x)
+            expert_grads = self.by_weight(x)
             if accumulate:
-                total.add_(found)
+                total.add_(expert_grads)
             else:
-                total.copy_(found)
+                total.copy_(expert_grads)
         else:
             parts = torch.split(grad, runs.sizes), torch.split(x, runs.sizes), total.unbind(0)
             for each, rows, place in zip(*parts, strict=True):
@@ -228,11 +228,11 @@ class GroupedExperts(nn.Module):
         self.output_std = init_std if output_std is None else output_std
         self.init_seed: int | None = None
         self.blocks = (ffn_size, ffn_size) if activation == "swiglu" else (ffn_size,)
-        held = require_divisible("num_experts", num_experts, self.axes.ep)
+        local_experts = require_divisible("num_experts", num_experts, self.axes.ep)
         inner = require_divisible("ffn_size of experts", ffn_size, self.axes.expert_tp)
-        self.first = 0 if self.axes.ep is None else self.axes.ep.rank * held
-        self.up = nn.Parameter(torch.empty(held, len(self.blocks) * inner, hidden_size))
-        self.down = nn.Parameter(torch.empty(held, hidden_size, inner))
+        self.first = 0 if self.axes.ep is None else self.axes.ep.rank * local_experts
+        self.up = nn.Parameter(torch.empty(local_experts, len(self.blocks) * inner, hidden_size))
+        self.down = nn.Parameter(torch.empty(local_experts, hidden_size, inner))
         self.activation = ActivationFunction(activation)
         self.reset_parameters()
 
@@ -296,5 +296,5 @@ class GroupedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""
-        held, _, hidden = self.up.shape
-        return f"{held} experts from {self.first}, {hidden} -> {self.down.shape[2]} -> {hidden}"
+        local, _, hidden = self.up.shape
+        return f"{local} experts from {self.first}, {hidden} -> {self.down.shape[2]} -> {hidden}"

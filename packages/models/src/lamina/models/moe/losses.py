@@ -95,13 +95,13 @@ class RoutingContext:
             out of the losses; None if there are none.
         capacities: the largest capacity of the ranks of a group, by the group's ranks, for
             `pad_to_capacity`. The first layer of a forward finds it.
-        told: the warnings that were given in this forward.
+        warnings_given: the warnings that were given in this forward.
     """
 
     scale: AuxiliaryScale = field(default_factory=AuxiliaryScale)
     padding: Tensor | None = None
     capacities: dict[tuple[int, ...], int] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    warnings_given: set[str] = field(default_factory=set)
 
     @staticmethod
     def build(

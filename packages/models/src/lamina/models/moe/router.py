@@ -147,7 +147,7 @@ class TopKRouter(nn.Module):
                 weights = inject(weights, torch.stack([*losses.values()]).sum(), context.scale)
         routing = self._limit(experts, weights, chosen, padding is not None)
         if self.training and not _running_again():
-            self._notice_step(context.told)
+            self._notice_step(context.warnings_given)
             self._record(scored, chosen, routing.counts, losses)
         return routing
 
@@ -259,11 +259,11 @@ class TopKRouter(nn.Module):
         return total
 
     def _check_global(self, axes: ExpertAxes) -> None:
-        for found, own in ((axes.dp, self.axes.dp), (axes.cp, self.axes.cp)):
-            if self.moe.global_loss and found is not None and own is None:
+        for axis, own in ((axes.dp, self.axes.dp), (axes.cp, self.axes.cp)):
+            if self.moe.global_loss and axis is not None and own is None:
                 raise ValueError(
                     f"global_loss is {self.moe.global_loss} and takes the load of all ranks, and "
-                    f"the {found.size} ranks of {found.name} each counted their own: build "
+                    f"the {axis.size} ranks of {axis.name} each counted their own: build "
                     "GPTModel(config, mesh) (or the MoELayer) with the mesh that it is trained on"
                 )
 
@@ -286,7 +286,7 @@ class TopKRouter(nn.Module):
         """Somebody else looks for steps that come without `finalize_grads`, or has said so."""
         self._step_watched = True
 
-    def _notice_step(self, told: set[str]) -> None:
+    def _notice_step(self, warnings_given: set[str]) -> None:
         """Warn once if the weight was updated after tokens were counted in a step that goes on.
 
         This is for optimizers that know nothing of wrappers. Other optimizers ask `needs_finalize`
@@ -299,8 +299,8 @@ class TopKRouter(nn.Module):
         if not written or self._step_watched or not self.needs_finalize:
             return
         self.leave_steps()
-        if "unfinished" not in told:
-            told.add("unfinished")
+        if "unfinished" not in warnings_given:
+            warnings_given.add("unfinished")
             warnings.warn(
                 "an optimizer has stepped, and routers were not told that the step ended: biases "
                 "do not move and counts for a global loss go on. Call lamina.ddp.finalize_grads("

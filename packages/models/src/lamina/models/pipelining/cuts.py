@@ -85,12 +85,12 @@ def _best_ends(
         ends = stages == 1, stages == num_stages
         extra = first * ends[0] + last * ends[1]
         least = 0 if any(ends) and num_stages > 1 else 1
-        found = []
+        candidates = []
         for begin in range(end - least + 1):
             largest, squares, cuts = best(stages - 1, begin)
             cost = before[end] - before[begin] + extra
-            found.append((max(largest, cost), squares + cost * cost, (*cuts, end)))
-        return min(found, default=_IMPOSSIBLE)
+            candidates.append((max(largest, cost), squares + cost * cost, (*cuts, end)))
+        return min(candidates, default=_IMPOSSIBLE)
 
     return best(num_stages, len(layers))[2]
 
@@ -106,10 +106,10 @@ def resolve_layout(layout: Sequence[int] | Sequence[Sequence[int]], num_layers: 
         run = tuple(range(start, start + stage)) if isinstance(stage, int) else tuple(stage)
         runs.append(run)
         start += len(run)
-    found = [layer for run in runs for layer in run]
-    if found != list(range(num_layers)):
+    layers = [layer for run in runs for layer in run]
+    if layers != list(range(num_layers)):
         raise ValueError(
-            f"layout {list(map(list, runs))} holds layers {found}: it must hold 0 to "
+            f"layout {list(map(list, runs))} holds layers {layers}: it must hold 0 to "
             f"{num_layers - 1}, each once and in order (numbers of layers per stage must sum to "
             f"{num_layers})"
         )

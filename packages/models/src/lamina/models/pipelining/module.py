@@ -160,5 +160,5 @@ class GPTStage(GPTModel):
 
     def extra_repr(self) -> str:
         """The layers and ends of the stage, for printing."""
-        ends = [name for name, held in (("first", self.first), ("last", self.last)) if held]
+        ends = [name for name, present in (("first", self.first), ("last", self.last)) if present]
         return f"layers={self.layers}" + "".join(f", {end}" for end in ends)

@@ -301,13 +301,13 @@ def _activation_dtype(
 ) -> torch.dtype:
     """The compute dtype of the first stage's embedding, on every rank."""
     known = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-    found = given or torch.float32
+    dtype = given or torch.float32
     if given is None and stage.first:
-        found = stage.embedding.weight.dtype
+        dtype = stage.embedding.weight.dtype
         for group in groups_of(wrapped) if isinstance(wrapped, HasGroups) else ():
             if any(ref.name == "embedding.weight" for ref in group.refs):
-                found = group.dtypes.weights
-    code = torch.tensor([known.index(found)], device=device)
+                dtype = group.dtypes.weights
+    code = torch.tensor([known.index(dtype)], device=device)
     # This is also the first message over the communicator, for which NCCL needs all of its ranks.
     broadcast(code, axis.sibling("pipeline"), src=0)
     return known[int(code)]

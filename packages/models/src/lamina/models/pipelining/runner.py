@@ -73,9 +73,9 @@ class PipelineRunner(nn.Module):
             for group in self.parameter_groups()
             if group.gradients is not None
         )
-        found = torch.tensor([scaled], dtype=torch.int64, device=self._drivers[0].device)
-        all_reduce_small([found], self._axis.sibling("pipeline"), op="max")
-        return not int(found)
+        any_scaled = torch.tensor([scaled], dtype=torch.int64, device=self._drivers[0].device)
+        all_reduce_small([any_scaled], self._axis.sibling("pipeline"), op="max")
+        return not int(any_scaled)
 
     def step(
         self,
@@ -224,7 +224,7 @@ class PipelineRunner(nn.Module):
             factor = parts / (labels != IGNORED).sum().clamp(min=1).double()
         whole = positions is None or positions.ndim == 1
         batches = []
-        for one, own, at, ids, padding in zip(
+        for inputs, targets, at, ids, padding in zip(
             tokens.tensor_split(number),
             labels.tensor_split(number),
             _pieces(None if whole else positions, number),
@@ -232,8 +232,8 @@ class PipelineRunner(nn.Module):
             _pieces(padding_mask, number),
             strict=True,
         ):
-            at, auxiliary = positions if whole else at, (own != IGNORED).sum() * factor
-            batches.append(Microbatch(one, own, at, ids, factor, auxiliary, padding))
+            at, auxiliary = positions if whole else at, (targets != IGNORED).sum() * factor
+            batches.append(Microbatch(inputs, targets, at, ids, factor, auxiliary, padding))
         for each in batches:  # the size of a piece may not fit although that of the batch does
             check(each.tokens, each.labels, each.document_ids)
         return batches

@@ -124,8 +124,8 @@ def scaled_product(
     codes, scales = (left.codes, right.codes.t()), (left.decode, right.decode.t())
     if _OLDER_ON_CPU and not left.codes.is_cuda:
         if rowwise:  # in torch 2.11 it has no scales for rows
-            one = scales[0].new_ones(())
-            product: Tensor = scaled_mm(*codes, one, one, out_dtype=torch.float32)
+            unscaled = scales[0].new_ones(())
+            product: Tensor = scaled_mm(*codes, unscaled, unscaled, out_dtype=torch.float32)
             product, target = product.mul_(scales[0]).mul_(scales[1]).to(out), None
         else:
             product = scaled_mm(*codes, *scales, out_dtype=out, out=target)

@@ -128,16 +128,16 @@ class Float8Products(nn.Module):
 
     def maxima(self, matrices: dict[int, Tensor], cut: bool) -> list[Tensor]:
         """The maxima that decide the scales, of each matrix or of its rows."""
-        found = [magnitude(matrix, rows=self.rowwise) for matrix in matrices.values()]
+        maxima = [magnitude(matrix, rows=self.rowwise) for matrix in matrices.values()]
         if self.amax_history is None:
-            return self.over_ranks(found, cut)
+            return self.over_ranks(maxima, cut)
         columns = slice(min(matrices), max(matrices) + 1)
-        return self.remembered(self.amax_history.view(torch.float32), found, columns)
+        return self.remembered(self.amax_history.view(torch.float32), maxima, columns)
 
-    def remembered(self, history: Tensor, found: list[Tensor], columns: slice) -> list[Tensor]:
+    def remembered(self, history: Tensor, maxima: list[Tensor], columns: slice) -> list[Tensor]:
         """Record the maxima, and return the largest of the history, or these if it is empty."""
         with torch.no_grad():
-            now = torch.stack(found)
+            now = torch.stack(maxima)
             sound = torch.isfinite(now)
             seen = torch.where(sound, now, 0.0)
             if self.remembers or columns.start == GRADIENT:
@@ -177,15 +177,15 @@ class _ScalesKept(AbstractContextManager[None]):
         self,
         layers: Sequence[Float8Products],
         inner: AbstractContextManager[None],
-        found: list[list[Tensor]],
+        maxima: list[list[Tensor]],
         replay: bool,
     ) -> None:
         self._layers, self._inner = layers, inner
-        self._found, self._replay = found, replay
+        self._maxima, self._replay = maxima, replay
 
     def __enter__(self) -> None:
         self._inner.__enter__()
-        self._replayed = iter(self._found)
+        self._replayed = iter(self._maxima)
         for layer in self._layers:
             layer.kept_scales = self
 
@@ -198,8 +198,8 @@ class _ScalesKept(AbstractContextManager[None]):
         """A layer's maxima: recorded in the order of calls, or replayed."""
         if self._replay:
             return next(self._replayed)
-        self._found.append(layer.maxima(sides, cut))
-        return self._found[-1]
+        self._maxima.append(layer.maxima(sides, cut))
+        return self._maxima[-1]
 
 
 Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
@@ -213,9 +213,9 @@ def replaying_scales(block: nn.Module, contexts: Contexts) -> Contexts:
     layers = _remembering(block)
 
     def keeping() -> Any:
-        found: list[list[Tensor]] = []
+        maxima: list[list[Tensor]] = []
         forward, again = contexts()
-        return _ScalesKept(layers, forward, found, False), _ScalesKept(layers, again, found, True)
+        return _ScalesKept(layers, forward, maxima, False), _ScalesKept(layers, again, maxima, True)
 
     return keeping if layers else contexts
 
@@ -281,8 +281,8 @@ class AmaxExchange:
 
     def __init__(self, mesh: MeshLike = None) -> None:
         names = ("dp_replicate", "dp_shard", "cp", "tp")
-        found = [mesh] if isinstance(mesh, MeshAxis) else [axis_of(mesh, name) for name in names]
-        self.axes = [axis for axis in found if axis is not None]
+        axes = [mesh] if isinstance(mesh, MeshAxis) else [axis_of(mesh, name) for name in names]
+        self.axes = [axis for axis in axes if axis is not None]
 
     def __call__(self, root: nn.Module, inputs: Any) -> None:
         """Start a pass of every layer below `root`."""

@@ -127,8 +127,8 @@ def check_pattern(
             "each letter is one layer"
         )
     if ("M" in pattern) != (mamba is not None):
-        told = "no mamba is given" if mamba is None else "mamba is given"
+        mamba_given = "no mamba is given" if mamba is None else "mamba is given"
         raise ValueError(
             f"layer_pattern {pattern!r} has {pattern.count('M')} Mamba layers (letter 'M'), and "
-            f"{told}: give both or neither"
+            f"{mamba_given}: give both or neither"
         )

@@ -134,6 +134,7 @@ class FlatBuffer:
         chosen = as_placements(placement)
         if len(chosen) != len(self.axes):
             raise ValueError(f"{len(chosen)} placements for {len(self.axes)} axes")
+        # The same ranks, another cut: a finer piece lies within this rank's only if the cuts nest.
         cut = Cut(self._cut.sizes, tuple(placement.cuts for placement in chosen))
         start, stop = cut.range(self.layout.size, self._coordinate)
         low, high = self.range
@@ -215,6 +216,7 @@ class FlatBuffer:
 
         # Lazily: it costs a step per rank, and few ask for it.
         def extents() -> list[tuple[int, int]]:
+            """Of each rank of the axes that cut, the elements of the tensor that it holds."""
             length = layout.size // cut.pieces
             return [
                 layout.within(position, piece * length, (piece + 1) * length)

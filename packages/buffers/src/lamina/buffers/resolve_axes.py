@@ -38,6 +38,8 @@ def resolve_axes(mesh: MeshLike | None, count: int) -> tuple[Axis, ...]:
     if isinstance(mesh, DeviceMesh):
         return _device_mesh_axes(mesh, count)
     if isinstance(mesh, ParallelMesh):
+        # Context parallelism holds the same weights as data parallelism, and takes part in its
+        # sums.
         names = {1: ("dp_cp",), 2: ("dp_replicate", "dp_shard_cp")}.get(count)
         if names is None:
             raise ValueError(
@@ -62,6 +64,7 @@ def _device_mesh_axes(mesh: DeviceMesh, count: int) -> tuple[Axis, ...]:
             f"{mesh.mesh_dim_names}: pass the sub-mesh of its data-parallel dimensions, outer first"
         )
     names = mesh.mesh_dim_names or tuple(f"axis{position}" for position in range(count))
+    # A sub-mesh may leave ranks out.
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this rank is not part of the mesh: it can hold no piece of the buffer")

@@ -53,6 +53,8 @@ def check_arguments(function: FunctionT) -> FunctionT:
 
     @functools.wraps(function)
     def checked(*args: Any, **settings: Any) -> Any:
+        """The function, after a look at each argument that was given."""
+        # Only now: an annotation may name what its module defines further down.
         hints = _hints(function)
         given = signature.bind(*args, **settings).arguments
         for name, value in given.items():
@@ -146,11 +148,13 @@ def translates(words: Mapping[str, str]) -> Callable[[FunctionT], FunctionT]:
     """
 
     def decorate(function: FunctionT) -> FunctionT:
+        """The function that refuses them."""
         title = function.__qualname__.removesuffix(".__init__")
         known = [name for name in inspect.signature(function).parameters if name != "self"]
 
         @functools.wraps(function)
         def checked(*args: Any, **settings: Any) -> Any:
+            """The function, if it has all the keywords that were given."""
             for name in settings:
                 if name not in known:
                     raise TypeError(_refusal(title, name, known, words))

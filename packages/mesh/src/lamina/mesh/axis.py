@@ -64,6 +64,7 @@ class MeshAxis:
         `purpose` becomes part of the description of the group, as in "dp_shard:gather". An axis of
         one rank has None.
         """
+        # One rank has nobody to talk to, on whichever communicator.
         if self.ref is None:
             return None
         if purpose not in self._siblings:
@@ -143,6 +144,7 @@ def named_mesh(mesh: MeshT) -> MeshT:
 
 
 def _device_mesh_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
+    # A mesh holds its groups since torch 2.13, and would keep them beyond the end of the job.
     watch_mesh(mesh)
     mesh = _flattened_by_torch(mesh, names) or mesh
     dims = _dimensions(mesh, names)
@@ -152,6 +154,8 @@ def _device_mesh_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
     ranks = _ranks_through(mesh, dims, tuple(coordinate))
     place = ranks.index(mesh.get_rank())
     name = "_".join(names)
+    # Axes of one rank need no group, so what is left of several may have one of torch's already.
+    # An axis of one rank adds nobody: one dimension may be left, which has a group of torch's.
     wide = [dim for dim in dims if mesh.size(dim) > 1]
     if not wide:
         return MeshAxis(name, 1, 0, ranks, None)
@@ -193,6 +197,7 @@ def check_axis_names(names: Sequence[str], there: Sequence[str], mesh: str) -> N
     for name in names:
         if name not in there:
             raise AxisError(f"no axis '{name}' on {mesh}; it has: {listed}.")
+    # Ranks of several axes are numbered outer first, so another order would be another axis.
     order = [there.index(name) for name in names]
     if order != sorted(set(order)):
         raise AxisError(

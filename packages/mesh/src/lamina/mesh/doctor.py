@@ -168,6 +168,7 @@ def _torch_range(machine: Machine, _: Environment) -> EnvironmentProblem | None:
 def _gpus(machine: Machine, env: Environment) -> EnvironmentProblem | None:
     if machine.visible_gpus or not machine.gpu_devices:
         return None
+    # The most likely reason first: a build that cannot use a GPU tells nothing of drivers.
     hidden, kind = env.variables.get("CUDA_VISIBLE_DEVICES"), "driver"
     if machine.cuda_build is None:
         kind = "CPU build"
@@ -328,8 +329,10 @@ def check_environment(
     """
     variables = env if env is not None else environment()
     place = machine if machine is not None else Machine.inspect()
+    # A variable that cannot be read ends one check and not the others.
     problems = settings_problems(variables)
     checks: list[Callable[[], object]] = [partial(read_launch, variables)]
+    # A variable that cannot be read ends one check and not the others.
     for check in checks + [partial(each, place, variables) for each in MACHINE_CHECKS]:
         try:
             problem = check()
@@ -361,6 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(state, indent=2))
     else:
         print(report(machine, problems))
+    # Notes are no reason to stop a script that asks the doctor first.
     return int(any(problem.severity != "note" for problem in problems))
 
 

@@ -76,6 +76,7 @@ def agree_on_hosts() -> None:
 
     EnvironmentVariableError says that LAMINA_RANKS_PER_HOST does not divide the number of ranks.
     """
+    # Over the store and without a group: groups are made by what this finds out.
     world, rank, size = current_world(), dist.get_rank(), dist.get_world_size()
     if size == 1 or world.ranks_per_host is not None:
         return

@@ -87,6 +87,7 @@ def _from_slurm(env: Environment) -> Launch:
         raise EnvironmentVariableError(
             f"SLURM_PROCID={rank} is outside SLURM_STEP_NUM_TASKS={world_size}."
         )
+    # Without an address given, task 0 is on the first node of the step.
     host = env.variables.get("MASTER_ADDR") or first_host(
         env.variables.get("SLURM_STEP_NODELIST") or env.variables.get("SLURM_JOB_NODELIST") or ""
     )

@@ -201,6 +201,8 @@ class ParallelLayout:
         `axes` are names from DENSE_AXES, or from EXPERT_AXES. LayoutError: no such rank, or no mesh
         has all of these axes.
         """
+        # Dense and expert axes cut the same ranks in two ways: a place in one says nothing of the
+        # other.
         names = next((n for n in (DENSE_AXES, EXPERT_AXES) if set(axes) <= set(n)), None)
         if names is None:
             raise LayoutError(
@@ -255,6 +257,7 @@ class ParallelLayout:
         known = {n: getattr(self, n) for n in DENSE_AXES if n != open_axis and getattr(self, n) > 1}
         taken = math.prod(known.values())
         if world_size % taken:
+            # Somebody has so many machines: the worlds around that number are what they can start.
             smaller = world_size // taken * taken
             nearest = f"{smaller} or {smaller + taken}" if smaller else f"{taken}"
             raise LayoutError(
@@ -265,6 +268,7 @@ class ParallelLayout:
         return replace(self, **{open_axis: world_size // taken})
 
     def _check_experts(self) -> None:
+        # Experts move between ranks that hold one copy of the model, in one stage.
         inner = {"dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
         ranks, wanted = math.prod(inner.values()), self.ep * self.expert_tp
         if ranks % wanted:
@@ -341,6 +345,7 @@ class ParallelMesh:
         Raises:
             AxisError: no such axis, or they can't be taken as one.
         """
+        # Derived names are taken apart first, so that "dp" and its two axes are one entry.
         dims = self._dims_of((name,) if isinstance(name, str) else tuple(name))
         if dims not in self._axes:
             ranks = self.layout.ranks_through(self.rank, dims)
@@ -484,6 +489,7 @@ def _require_same(layout: ParallelLayout, rank: int) -> None:
     world = current_world()
     if world.timeout is None or layout.world_size == 1 or "fake" in str(dist.get_backend()):
         return
+    # Meshes are made in one order on all ranks, so their number tells which one is meant.
     world.meshes += 1
     mine = f"{layout} on rank {rank}"
     key = f"lamina:mesh:{world.meshes}"
@@ -512,6 +518,7 @@ def _axis_table(mesh: ParallelMesh) -> list[str]:
         (DENSE_AXES, mesh.layout.dense_shape),
         (EXPERT_AXES[2:], mesh.layout.expert_shape[2:]),
     ):
+        # An axis' step is how far apart its neighbours are in rank order.
         step = mesh.layout.world_size
         if axes != DENSE_AXES:
             step //= mesh.layout.pp * mesh.layout.dp_replicate

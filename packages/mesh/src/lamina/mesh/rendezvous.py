@@ -38,6 +38,7 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
         raise RendezvousError(
             f"{launch.world_size} ranks have no address to meet at: host={host}, port={port}."
         )
+    # Where torchrun's agent serves a store, a second one could not bind the port.
     serves = launch.rank == 0 and not launch.store_is_running
     try:
         store = TCPStore(
@@ -106,6 +107,7 @@ def _await_signatures(store: Store, launch: Launch, attempt: str, timeout: timed
     try:
         store.wait([_signature(attempt, rank) for rank in others], timeout)
     except RuntimeError as error:
+        # The store cannot say who is missing, so each rank is asked for now.
         missing = [rank for rank in others if not store.check([_signature(attempt, rank)])]
         raise RendezvousError(
             f"rank 0 waited {timeout.total_seconds():.0f} s at {launch.host}:{launch.port} for "

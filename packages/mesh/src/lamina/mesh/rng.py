@@ -45,6 +45,7 @@ class _Stream:
     states: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def copy(self) -> _Stream:
+        """The same stream with states of its own, which nobody draws from."""
         return _Stream(self.seed, {device: state.clone() for device, state in self.states.items()})
 
 
@@ -171,6 +172,7 @@ def rng_stream(name: str) -> Iterator[None]:
     """
     require_stream(name)
     stream = _streams[name]
+    # The default generators are lent to the stream: kernels draw from no others.
     outside = _default_states()
     for device in outside:
         if device in stream.states:
@@ -223,6 +225,7 @@ def rng_state() -> dict[str, Any]:
         >>> torch.equal(first, torch.rand(3))
         True
     """
+    # As tensors and numbers: checkpoints load without unpickling (weights_only=True).
     version, internal, gauss = random.getstate()
     states = _default_states()
     return {
@@ -257,6 +260,7 @@ def set_rng_state(state: Mapping[str, Any], *, strict: bool = True) -> None:
             f"this is no state from rng_state(): {_names(missing)} missing, it holds "
             f"{_names(state)}."
         )
+    # All is checked before anything is set, so that a refusal changes nothing.
     if strict:
         _check_counterparts(state)
     python = state["python"]
@@ -288,6 +292,7 @@ def _check_counterparts(state: Mapping[str, Any]) -> None:
 def _coordinates(mesh: ParallelMesh | DeviceMesh | None) -> dict[str, int]:
     if mesh is None:
         return {}
+    # A ParallelMesh has two meshes over its ranks; draws follow the dense one.
     dense = mesh if isinstance(mesh, DeviceMesh) else mesh.mesh
     names, places = dense.mesh_dim_names, dense.get_coordinate()
     if names is None or places is None:

@@ -130,6 +130,7 @@ def copy_roles(source: nn.Module, target: nn.Module) -> None:
 
     ValueError: the parameters have different names.
     """
+    # Under all of their names: what is tied in one module need not be tied in the other yet.
     sources = dict(source.named_parameters(remove_duplicate=False))
     targets = dict(target.named_parameters(remove_duplicate=False))
     if sources.keys() != targets.keys():
@@ -143,6 +144,7 @@ def copy_roles(source: nn.Module, target: nn.Module) -> None:
 
 
 def _merged(parameter: torch.Tensor, before: Role, said: Role) -> Role:
+    # A field with its default value says nothing, so it cannot contradict an earlier mark.
     unsaid = Role()
     news = {
         field.name: getattr(said, field.name)
@@ -193,6 +195,7 @@ def _check_blocks(parameter: torch.Tensor, blocks: tuple[int, ...], dim: int | N
         )
     if not blocks or any(block < 1 for block in blocks):
         raise ValueError(f"tp_blocks={blocks} for {what}: give the positive length of each block.")
+    # The number of tp ranks is not known here, but it follows from the two lengths.
     total, local = sum(blocks), parameter.shape[dim]
     if local == 0 or total % local:
         raise ValueError(

@@ -210,6 +210,7 @@ def _watch_over(
     if not soft_limit > 0:
         raise ValueError(f"soft_limit={soft_limit!r}: give a positive number of seconds, or None.")
     world = current_world()
+    # A job has one watchdog, though several runtimes may be opened in it one after the other.
     if world.watchdog is None:
         store = default_store()
         rank, size = runtime.rank, runtime.world_size

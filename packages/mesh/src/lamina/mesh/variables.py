@@ -68,6 +68,7 @@ class Environment:
 
         EnvironmentVariableError: it is no integer, or below `minimum`.
         """
+        # Scripts export empty variables to unset them.
         text = self.variables.get(name, "").strip()
         if not text:
             return None

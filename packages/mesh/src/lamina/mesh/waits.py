@@ -333,6 +333,7 @@ class Alarms:
             there = self._store.check([key])
             reports[rank] = Report.read(self._store.get(key)) if there else None
         spoken = verdict(reports, states)
+        # Stacks of all ranks would flood the terminal.
         path = self._directory / f"lamina-verdict-{os.getpid()}-{alarm}.txt"
         try:
             path.write_text(f"{spoken.words}\n\n{spoken.details}")

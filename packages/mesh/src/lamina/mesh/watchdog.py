@@ -96,8 +96,11 @@ class Watchdog:
         """Which rank is gone and why, once that is known."""
         self.before_end: Callable[[], None] | None = None
         """Called once before the process of a rank that still waits is ended."""
+        # A connection of its own: a call on the shared one may wait for minutes, with its lock
+        # held.
         self._store: Any = cast(Any, store).clone()
         self._rank, self._here = rank, f"rank {rank}"
+        # All ranks ask one store, so that the more they are, the more seldom each asks.
         self._pause = max(min(1.0, soft_limit / 4), world_size / 2000)
         self._silence = _Silence(max(10.0, soft_limit / 2, 4 * self._pause))
         self._waits = OwnWaits()
@@ -204,6 +207,7 @@ class Watchdog:
             self._wake.clear()
             if self._end.is_set():
                 return
+            # From here on the other thread may find that no answer comes.
             self._silence.asking_since = time.monotonic()
             try:
                 self._look_around()

@@ -94,6 +94,7 @@ class BufferLayout:
                 f"two tensors are named {twice[0]!r}: names must differ (tied parameters share one "
                 "spec, as `named_parameters()` gives them once)"
             )
+        # Names and shapes do not matter from here on, so equal sizes give equal plans.
         items = [Item(spec.numel, spec.granule) for spec in chosen]
         placed = plan_items(items, num_shards, alignment, math.lcm(alignment, shard_multiple))
         return cls(
@@ -131,6 +132,7 @@ class BufferLayout:
         try:
             return self._index[name]
         except KeyError:
+            # A layout may have thousands of tensors, and a few names tell how they are spelled.
             few = ", ".join(list(self._index)[:4])
             raise KeyError(
                 f"no tensor {name!r} in this layout of {len(self.specs)} tensors ({few}, ...)"

@@ -74,6 +74,7 @@ def padding_report(layout: BufferLayout) -> PaddingReport:
     least = 0
     if layout.numel:
         least = Divisors(items, layout.num_shards, layout.alignment).least
+    # The alternative: granules of one size need no padding between them, but buffers are more.
     split = split_by_row(layout.specs)
     plans = [BufferLayout.plan(specs, layout.num_shards, layout.alignment) for specs in split]
     return PaddingReport(

@@ -68,10 +68,12 @@ class TensorRegion:
         cuts: list[tuple[int, MeshAxis, tuple[int, ...] | None]] = []
         if role.tp_shard_dim is not None and tensor is not None and tensor.size > 1:
             cuts.append((role.tp_shard_dim, tensor, role.tp_blocks))
+        # A dimension is cut once: where tp has cut the experts themselves, ep has not.
         stacked = role.expert and len(shape) == 3 and role.tp_shard_dim != 0
         if stacked and experts is not None and experts.size > 1:
             cuts.append((0, experts, None))
         size = list(shape)
+        # From the part's shape to that of the whole, which then is cut again.
         for dim, axis, _ in cuts:
             size[dim] *= axis.size
         region = cls.whole(size)
@@ -110,6 +112,7 @@ class TensorRegion:
                 f"piece {rank} of {size} along dimension {dim} of {self.shape}: blocks {lengths} "
                 f"must add up to {extent} and each be a multiple of {size}"
             )
+        # Each fused matrix gives its own piece, so the part is runs that lie apart in the whole.
         runs, start, whole = [], 0, 0
         for length in lengths:
             piece = length // size

@@ -125,6 +125,7 @@ class StoragePool:
         self.bytes_resident = self.bytes_peak = 0
         self._poison = poison
         self._entries = _Entries()
+        # Without slots no order of use has to be watched.
         self._slots: Slots | None = None
         if mode == "slots":
             make = partial(self._block, fixed=True)
@@ -196,6 +197,7 @@ class StoragePool:
         Raises:
             StaleStorageError: the memory is the pool's and nobody lives in it.
         """
+        # By the storage's object: the address of released memory is null for all keys.
         place = tensor.untyped_storage()._cdata
         entries = self._entries.values()
         keys = [entry.key for entry in entries if entry.block.storage._cdata == place]

@@ -212,10 +212,12 @@ def color_slots(
     )
 
     def coloured(order: Sequence[Key]) -> tuple[SlotPlan, ...]:
+        """The slots that this order gives; a slot for one key alone saves nothing."""
         plans = _greedy(order, sizes, graph)
         return tuple(plan for plan in plans if dedicated or len(plan.keys) > 1)
 
     def score(plans: tuple[SlotPlan, ...]) -> tuple[int, int]:
+        """The smaller the better: bytes of keys placed (more is better), then bytes of slots."""
         placed = sum(sizes[key] for plan in plans for key in plan.keys)
         return -placed, sum(plan.nbytes for plan in plans)
 

@@ -43,8 +43,10 @@ def to_dtensor(
     if sizes != tuple(axis.size for axis in spec.axes):
         raise ValueError(f"to_dtensor: mesh sizes {sizes} differ from those of {spec.where()}")
     tp_sizes = tuple(mesh.size(len(sizes) + at) for at in range(len(tp)))
+    # See Note [DTensor's rows are torch.chunk's].
     rows = _check_chunks(spec, sizes)
     shape = list(spec.shape)
+    # Ways in which tp has cut the rows before data parallelism did.
     first = 1
     for placement, size in zip(tp, tp_sizes, strict=True):
         if isinstance(placement, Shard):
@@ -69,6 +71,7 @@ def _row_placements(spec: SpanSpec, sizes: Sequence[int], first: int) -> list[Pl
         if size == 1:
             placements.append(Replicate())
             continue
+        # Inner axes and tp have cut before this one.
         earlier = first * math.prod(sizes[at + 1 :])
         if earlier == 1:
             placements.append(Shard(0))

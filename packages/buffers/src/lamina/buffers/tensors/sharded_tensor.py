@@ -152,6 +152,7 @@ class ShardedTensor(SpanTensor):
             return ((spec.start, spec.stop),)
         if spec.extents is not None:
             return tuple(spec.extents())
+        # How the others were cut is not known here, only how many they are.
         communicator = spec.reach("extents()")
         mine = torch.tensor([spec.start, spec.stop], dtype=torch.int64, device=self._local.device)
         pairs = communicator.all_gather(mine, [2] * communicator.size).view(-1, 2).tolist()
@@ -237,6 +238,7 @@ class ShardedTensor(SpanTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> NoReturn:
+        """Refused: see Note [Assigning .data of a wrapper]."""
         raise NotImplementedError(
             "assigning .data of a ShardedTensor would leave its span behind: use .copy_(), "
             "torch.utils.swap_tensors, or make a new parameter"
@@ -263,6 +265,7 @@ class ShardedTensor(SpanTensor):
             made = torch.nn.Parameter(made, requires_grad=self.requires_grad)
         else:
             made.requires_grad_(self.requires_grad)
+        # Before the attributes, which may refer to this tensor.
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         if self.grad is not None:
@@ -296,7 +299,9 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
+        """Gather the whole; collective."""
         ctx.spec = tensor.spec
+        # Without autograd's history, or `full_tensor` would come here again.
         return ShardedTensor.from_spec(tensor.to_local(), tensor.spec).full_tensor()
 
     @staticmethod

@@ -97,6 +97,7 @@ _UNTAGGED_POINTWISE = frozenset(
 def refuse(func: OpOverload, args: tuple[Any, ...]) -> NoReturn:
     """Raise NotImplementedError that names the operation, the tensor and the remedy."""
     name = func._schema.name.removeprefix("aten::")
+    # In-place forms end with an underscore, and private ones begin with it.
     bare = name.strip("_")
     if torch.Tag.nondeterministic_seeded in func.tags:
         kind = "random"
@@ -227,6 +228,7 @@ def _first_spans(func: OpOverload, lists: Sequence[Sequence[Any]]) -> list[SpanT
         next((each for each in place if isinstance(each, SpanTensor)), None)
         for place in zip_longest(*lists)
     ]
+    # A span written into a plain tensor would lose where it belongs.
     plain = not any(isinstance(each, SpanTensor) for each in lists[0])
     if plain and func._schema.arguments[0].alias_info is not None:
         raise ValueError(

@@ -165,6 +165,7 @@ def _equal(func: OpOverload, left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape:
         return False
     left._spec.must_match(right._spec, "torch.equal")
+    # A rank sees its own span alone, so the ranks are counted that see a difference.
     differing = partial(_total, of=lambda a, b: int(not torch.equal(a, b)), wide=torch.int64)
     return not differing("torch.equal", left, right).item()
 
@@ -353,6 +354,7 @@ def _unscale(
     """GradScaler: a span that is finite must still skip the step if another rank's is not."""
     locals_ = [each._local if isinstance(each, SpanTensor) else each for each in tensors]
     func(locals_, found_inf, inv_scale)
+    # Once for each set of axes: the flag is one for all tensors.
     reached = []
     for tensor in tensors:
         spec = tensor._spec if isinstance(tensor, SpanTensor) else None

@@ -160,6 +160,7 @@ class HandlerTable(dict[OpOverload, Handler]):
         """Register a function for some overloads."""
 
         def register(handler: Handler) -> Handler:
+            """Enter the handler, and give it back."""
             self.update(dict.fromkeys(overloads, handler))
             return handler
 

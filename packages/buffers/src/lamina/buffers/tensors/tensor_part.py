@@ -63,6 +63,7 @@ class TensorPart(SpanTensor):
         if not isinstance(tensor, ShardedTensor):
             if not tensor.is_contiguous():
                 raise ValueError(f"strides {tensor.stride()}: pass a contiguous tensor")
+            # A span of all of it, so that one way serves both.
             tensor = ShardedTensor(tensor.detach().view(-1), tensor.shape)
         return cls._wrap(tensor.to_local(), tensor.spec, region)
 
@@ -147,6 +148,7 @@ def _copy(
             f"copy_: a {type(source).__name__} of shape {list(source.shape)} is not the whole of "
             f"shape {list(target.shape)}"
         )
+    # Fused matrices lie apart in the whole, so it is taken box by box.
     for box in target.boxes():
         target.view_of(box).copy_(narrowed(source, box.offsets, box.sizes))
     return target

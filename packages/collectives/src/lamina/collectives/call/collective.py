@@ -513,6 +513,7 @@ def _launch_on_cuda(
         complete = begin()
 
     def finish() -> None:
+        """Complete it on its own stream, whichever thread does."""
         with torch.cuda.device(device), torch.cuda.stream(side):
             complete()
             ended.record()

@@ -72,6 +72,7 @@ def all_to_all(
     sent = (len(input) - sends[rank]) * row_bytes
 
     def between(near: Sequence[int]) -> int:
+        """Bytes for other ranks than `near`, those of this host."""
         return (len(input) - sum(sends[each] for each in near)) * row_bytes
 
     call = issue(name, lane, input.dtype, sent, between=between, async_op=async_op)

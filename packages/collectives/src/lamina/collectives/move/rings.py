@@ -85,6 +85,7 @@ def send_recv(
     incoming = [tensor.detach().view(-1).view(torch.uint8) for tensor in received]
 
     def post() -> Completion:
+        """Post both messages of each tensor; what is left is to wait for them."""
         if device.type == "meta":
             return nothing_left
         if served_by_gloo(group, device):

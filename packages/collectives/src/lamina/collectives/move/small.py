@@ -71,6 +71,7 @@ def broadcast(
     payload = tensor.detach().view(-1).view(torch.uint8)
 
     def start() -> Completion:
+        """Post the broadcast."""
         if group is None or size == 1 or payload.numel() == 0 or payload.is_meta:
             return nothing_left
         work = dist.broadcast(payload, group=group, group_src=src, async_op=True)
@@ -147,6 +148,7 @@ class SmallReduction:
         call = issue("all_reduce_small", self._lane, dtype, sent)
 
         def start() -> Completion:
+            """Have the backend reduce all of them in place."""
             if packed.is_meta or not packed.numel():
                 return nothing_left
             op = _BACKEND[self._op]

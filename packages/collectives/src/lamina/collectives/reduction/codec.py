@@ -273,6 +273,7 @@ class Wire:
         """
 
         def guarded() -> None:
+            """End the sum, and only then say what was damaged."""
             ends()
             if self.damaged:
                 group = live_group(ref)

@@ -416,6 +416,7 @@ class OrderedReduction(Reduction):
             return []
 
         def exchanges(width: int) -> list[_Exchange]:
+            """Those of a slice of so many elements of each piece."""
             return self._exchanges_of(width, self.size * width, self.size * width, hosts)
 
         whole, rest = divmod(self._piece, width)

@@ -134,6 +134,7 @@ class _LocalRoute:
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
     ) -> Completion:
+        """Copy the piece, unless it lies in place."""
         if not input.is_meta and output.data_ptr() != input.data_ptr():
             output.copy_(input)
         return nothing_left
@@ -141,6 +142,7 @@ class _LocalRoute:
     def collect(
         self, input: torch.Tensor, scratch: torch.Tensor | None = None, tag: int | None = None
     ) -> Chunks:
+        """The own piece is the only one."""
         return _Rows([input], nothing_left)
 
 
@@ -151,6 +153,7 @@ class _Rows:
         self._rows, self._complete = rows, complete
 
     def chunks(self) -> list[torch.Tensor] | torch.Tensor:
+        """Complete the exchange, and give its rows."""
         self._complete()
         return self._rows
 
@@ -174,6 +177,7 @@ class _BackendRoute:
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
     ) -> Completion:
+        """By the backend's all-gather, or by messages through the host."""
         if self._by_backend:
             work = all_gather_single(output, input, group=self._ref.group, async_op=True)
             return end_of(work)
@@ -279,6 +283,7 @@ def _staged(sends: Pairs, receives: Pairs, group: ProcessGroup, tag: int) -> Com
     copied.record()
 
     def complete() -> None:
+        """Exchange on the host, and copy what came to its place."""
         copied.synchronize()
         _gloo_exchange(host_sends, host_receives, group, tag, direct=False).fill()
         for (_, target), (_, source) in zip(receives, host_receives, strict=True):

@@ -216,6 +216,24 @@ def test_a_run_of_pytest_in_which_all_is_skipped_has_shown_nothing(tmp_path):
     assert run([pytest_step], tmp_path, "--rehearse") == 0
 
 
+def test_a_rehearsal_on_a_virtual_gpu_runs_the_commands_of_a_gpu(tmp_path, monkeypatch):
+    (tmp_path / "shows.py").write_text(
+        "import os, sys\nprint(sys.argv[1:], os.environ.get('VGPU_DEVICES'))\n"
+    )
+    shows = f"python {tmp_path}/shows.py"
+    plan = [
+        Step("one", "counts", f"{shows} large", f"{shows} small"),
+        Step("one", "computes", f"{shows} large", f"{shows} small", arithmetic=True),
+    ]
+    monkeypatch.setattr(command, "PLANS", {"gpu": (lambda count: plan, 1.0)})
+    monkeypatch.setattr(command, "look", lambda python, variables: ({"torch": "2.14"}, 1))
+    monkeypatch.setattr(command, "virtual_gpu", lambda: sys.executable)
+    assert command.main("gpu", ["--rehearse", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "gpu-rehearsal/report.json").read_text())
+    lines = [step["lines"] for step in found["steps"]]
+    assert lines == [["['large'] 1"], ["['small'] 1"]]
+
+
 def test_without_a_gpu_the_task_says_so_and_needs_nothing_installed(tmp_path):
     if command.DRIVER.exists():
         pytest.skip("there is a driver here")

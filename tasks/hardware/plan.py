@@ -31,6 +31,8 @@ class Step:
         limit: seconds after which it is stopped.
         figures: whether it measures; otherwise it checks that numbers are right.
         gpus: how many GPUs it needs.
+        arithmetic: whether it fails without right numbers, and is no test: on a virtual GPU, which
+            computes nothing, it is rehearsed as on a CPU.
     """
 
     part: str
@@ -40,6 +42,7 @@ class Step:
     limit: int = 60
     figures: bool = False
     gpus: int = 1
+    arithmetic: bool = False
 
     @property
     def is_pytest(self) -> bool:
@@ -129,6 +132,7 @@ ROWS = (
         "python benchmarks/kernels.py --rehearse",
         limit=120,  # some 200 kernels are compiled, each in 0.4 s on a CPU of 2026
         figures=True,
+        arithmetic=True,
     ),
     Step(
         "step",

@@ -1,15 +1,18 @@
 """All of ours that asks for a GPU, on the virtual one: tests marked for GPUs, and the NCCL cells.
 
 `python3 noxfile.py -s virtual-gpu -- all` runs every part, `-- all ddp-2 models` some,
-`-- all --share 1/4` the first quarter. A part that was cut off goes on. What compares values that
-the device would have computed is left out (`VGPU_VALUES=unknown`); the rest is asserted. `--keep`
-writes `docs/records/virtual-gpu.md`.
+`-- all --share 1/4` the first quarter, and `--minutes 5` ends after that time. A part that was cut
+off goes on in the next run. What compares values that the device would have computed is left out
+(`VGPU_VALUES=unknown`); the rest is asserted. `--keep` writes `docs/records/virtual-gpu.md`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -60,13 +63,17 @@ def parts() -> list[Part]:
     return found
 
 
-def run(part: Part) -> None:
-    """Run a part; what has ended without a failure before is not run again."""
+def run(part: Part, seconds: float) -> None:
+    """Run a part for so long; what has ended without a failure before is not run again."""
     RESULTS.mkdir(exist_ok=True)
     env = {**os.environ, "VGPU_VALUES": "unknown", "VGPU_DEVICES": "8"}
     more = ["--results", str(part.results)]
     command = [sys.executable, "-m", "pytest", *PLUGINS, *part.words, *more]
-    subprocess.run(command, cwd=ROOT, env=env)
+    with subprocess.Popen(command, cwd=ROOT, env=env) as process:
+        try:
+            process.wait(None if math.isinf(seconds) else seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # pytest ends its ranks, and says what has run
 
 
 def page(chosen: Sequence[Part]) -> Iterator[str]:
@@ -96,18 +103,25 @@ def page(chosen: Sequence[Part]) -> Iterator[str]:
 
 def main(words: Sequence[str]) -> int:
     """Run the parts that the words choose; return 1 if a test of them failed."""
-    share = words[words.index("--share") + 1] if "--share" in words else "1/1"
-    place, _, count = share.partition("/")
-    names = {word for word in words if not word.startswith("--") and word != share}
+    parser = argparse.ArgumentParser("noxfile.py -s virtual-gpu -- all", allow_abbrev=False)
+    parser.add_argument("names", nargs="*", metavar="PART", help="such as ddp-2; all if none")
+    parser.add_argument("--share", default="1/1", help="1/4: the first quarter of the parts")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="for all together")
+    parser.add_argument("--keep", action="store_true", help="write the record")
+    options = parser.parse_args(words)
+    place, _, count = options.share.partition("/")
+    names = set(options.names)
     chosen = [part for part in parts() if not names or part.name in names]
     mine = chosen[int(place) - 1 :: int(count)]
     if not mine:
         print(f"no part is called {' '.join(sorted(names))}; there are", end=" ")
         print(*(part.name for part in parts()))
         return 1
+    end = time.monotonic() + 60 * options.minutes
     for part in mine:
-        run(part)
-    if "--keep" in words:
+        if (left := end - time.monotonic()) > 0:
+            run(part, left)
+    if options.keep:
         RECORD.write_text("\n".join(page(parts())) + "\n")
     found = [result for part in mine if part.results.exists()
              for result in read_results(part.results).values()]  # fmt: skip

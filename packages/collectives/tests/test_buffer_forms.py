@@ -23,13 +23,17 @@ def mesh_axes(outer: int, inner: int):
     return mesh.axis("dp_replicate"), mesh.axis("dp_shard")
 
 
+def buffer(layout, placement, **settings):
+    return FlatBuffer(layout, placement, device=device_type(), **settings)
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_sharded_buffer_is_gathered_into_a_whole_one(async_op):
     _, shard = mesh_axes(1, dist.get_world_size())
     layout = plan(shard.size)
-    source = FlatBuffer(layout, Shard(), mesh=shard)
-    whole = FlatBuffer(layout, Replicate(), mesh=shard)
+    source = buffer(layout, Shard(), mesh=shard)
+    whole = buffer(layout, Replicate(), mesh=shard)
     torch.manual_seed(0)
     tensors = {spec.name: torch.randn(spec.shape) for spec in SPECS}
     source.load_all(tensors)
@@ -41,11 +45,11 @@ def test_a_sharded_buffer_is_gathered_into_a_whole_one(async_op):
 def test_two_sharded_axes_are_gathered_without_rearranging():
     outer, inner = mesh_axes(2, dist.get_world_size() // 2)
     layout = plan(outer.size * inner.size)
-    source = FlatBuffer(layout, (Shard(), Shard()), mesh=(outer, inner))
+    source = buffer(layout, (Shard(), Shard()), mesh=(outer, inner))
     torch.manual_seed(0)
     tensors = {spec.name: torch.randn(spec.shape) for spec in SPECS}
     source.load_all(tensors)
-    whole = FlatBuffer(layout, (Replicate(), Replicate()), mesh=(outer, inner))
+    whole = buffer(layout, (Replicate(), Replicate()), mesh=(outer, inner))
     gather(source, whole, [outer.group, inner.group], async_op=True).wait()
     assert all(torch.equal(view, tensors[name]) for name, view in whole.views().items())
 
@@ -55,7 +59,7 @@ def test_three_sharded_axes_are_gathered_without_rearranging():
     mesh = ParallelLayout(dp_replicate=2, dp_shard=2, cp=2).build(device_type())
     axes = [mesh.axis(name) for name in ("dp_replicate", "dp_shard", "cp")]
     layout = plan(8)
-    source = FlatBuffer(layout, (Shard(),) * 3, mesh=axes)
+    source = buffer(layout, (Shard(),) * 3, mesh=axes)
     source.data.copy_(torch.arange(layout.size)[slice(*source.range)])
     whole = torch.empty(layout.size)
     groups = [axis.group for axis in axes]
@@ -71,13 +75,13 @@ def test_three_sharded_axes_are_gathered_without_rearranging():
 def test_a_partial_buffer_is_scattered_or_reduced_as_its_destination_asks(reduction):
     _, axis = mesh_axes(1, 2)
     layout = plan(2)
-    source = FlatBuffer(layout, Partial(), mesh=axis)
+    source = buffer(layout, Partial(), mesh=axis)
     source.data.copy_(torch.arange(float(layout.size)) + axis.rank)
     total = 2 * torch.arange(float(layout.size)) + 1
-    piece = FlatBuffer(layout, Shard(), mesh=axis)
+    piece = buffer(layout, Shard(), mesh=axis)
     reduce(source, piece, axis.group, scale=0.5, reduction=reduction, async_op=True).wait()
     assert torch.equal(piece.data, 0.5 * total[slice(*piece.range)])
-    whole = FlatBuffer(layout, Replicate(), mesh=axis)
+    whole = buffer(layout, Replicate(), mesh=axis)
     reduce(source, whole, axis.group, accumulate=True, reduction=reduction)
     assert torch.equal(whole.data, total)
 
@@ -85,28 +89,28 @@ def test_a_partial_buffer_is_scattered_or_reduced_as_its_destination_asks(reduct
 @pytest.mark.ranks(2)
 def test_what_is_not_partial_is_not_summed_again():
     _, axis = mesh_axes(1, 2)
-    source = FlatBuffer(plan(2), Replicate(), mesh=axis)
+    source = buffer(plan(2), Replicate(), mesh=axis)
     with pytest.raises(ValueError, match="must not be summed again"):
         reduce(source, source.data.clone(), axis.group)
     with pytest.raises(ValueError, match="must not be summed again"):
-        reduce(FlatBuffer(plan(2), Partial(), mesh=axis), source, None)
+        reduce(buffer(plan(2), Partial(), mesh=axis), source, None)
 
 
 def test_a_world_of_one():
     layout = plan(1)
-    source = FlatBuffer(layout, Partial())
+    source = buffer(layout, Partial())
     source.data.fill_(3.0)
     target = torch.empty(layout.size)
     reduce(source, target, None, scale=0.5)
     assert torch.equal(target, torch.full((layout.size,), 1.5))
-    shard = FlatBuffer(layout, Shard())
+    shard = buffer(layout, Shard())
     gather(shard, target, None)
     assert torch.equal(target, torch.zeros(layout.size))
 
 
 def test_refusals_name_what_does_not_fit():
     layout = plan(1)
-    whole, shard = FlatBuffer(layout, Replicate()), FlatBuffer(layout, Shard())
+    whole, shard = buffer(layout, Replicate()), buffer(layout, Shard())
     with pytest.raises(ValueError, match="sharded along 0 axes"):
         gather(whole, torch.empty(layout.size), None)
     with pytest.raises(ValueError, match=r"holds all .* already"):
@@ -114,4 +118,4 @@ def test_refusals_name_what_does_not_fit():
     with pytest.raises(ValueError, match="but the layout has"):
         gather(shard, torch.empty(3), None)
     with pytest.raises(ValueError, match="not 'fast'"):
-        reduce(FlatBuffer(layout, Partial()), whole, None, reduction="fast")
+        reduce(buffer(layout, Partial()), whole, None, reduction="fast")

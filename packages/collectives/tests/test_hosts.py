@@ -347,7 +347,7 @@ def test_hosts_that_are_no_power_of_two_sum_in_the_largest_runs_that_are(
     assert ledger.bytes(between_hosts=False) == inside
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # the group that it makes
 def test_a_group_that_torch_has_not_made_counts_as_one_host(monkeypatch):
     monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "1")
     rank, kind = dist.get_rank(), dist.ProcessGroup.BackendType.GLOO

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 SUITE = """
+import pytest
 import torch
 from elsewhere import cut, given
 
@@ -41,6 +42,15 @@ def test_result_of_a_helper():
     x = given(torch.ones(3, device="cuda").double())
     assert x.shape == (3,)
 
+def test_answers():
+    alike = [torch.equal(torch.ones(1, device="cuda"), torch.zeros(1, device="cuda").add(1))]
+    assert alike == [True]
+    assert len(alike) == 1
+
+def test_no_answers():
+    alike = [torch.cuda.is_available()]
+    assert alike == [False]
+
 def test_launches():
     x = torch.ones(3, device="cuda")
     launches = 3
@@ -48,6 +58,14 @@ def test_launches():
 
 def test_shape():
     assert tuple(torch.ones(3, device="cuda").shape) == (4,)
+
+def test_an_error_that_values_would_have_caused():
+    with pytest.raises(ValueError):
+        cut(torch.ones(3, device="cuda"), None if torch.ones(1, device="cuda").item() else [3])
+
+def test_an_error_that_did_not_come():
+    with pytest.raises(ValueError):
+        torch.ones(3, device="cuda")
 
 def test_an_error_of_the_program():
     torch.ones(3, device="cuda").sum().item()
@@ -97,8 +115,12 @@ def test_only_asserts_about_values_are_passed_over(outcomes):
         "test_values": "PASSED",
         "TestOne::test_method": "PASSED",
         "test_result_of_a_helper": "SKIPPED",
+        "test_answers": "PASSED",
+        "test_no_answers": "FAILED",
         "test_launches": "FAILED",
         "test_shape": "FAILED",
+        "test_an_error_that_values_would_have_caused": "SKIPPED",
+        "test_an_error_that_did_not_come": "FAILED",
         "test_an_error_of_the_program": "FAILED",
         "test_an_error_of_the_program_from_values": "SKIPPED",
         "test_the_same_function_where_it_reads_nothing": "FAILED",

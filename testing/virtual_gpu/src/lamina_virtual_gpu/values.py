@@ -13,9 +13,12 @@ had read a number from a device: sizes that were never computed fit nothing.
 # out, `judge` looks at it. It is passed over if one of these holds:
 # - the statement has copied from a device to the host (`item`, `torch.equal`, a comparison's bool);
 # - a name in the assert that failed stands for a tensor, for a float, or for a collection of them.
-#   Such an assert compares what was brought to the host earlier.
+#   Such an assert compares what was brought to the host earlier. Where the function has read from a
+#   device before, that goes for a bool too: the answer of `torch.equal`.
 # The body of a test is put into `try` as well, because a helper's result may have to be there for
-# the test to go on. Such a test is skipped from there. `torch.testing` compares all but the values.
+# the test to go on. Such a test is skipped from there. So is one whose `with pytest.raises(...)`
+# saw no error after a read: a NaN may not have been computed. `torch.testing` compares all but the
+# values.
 #
 # Note [Errors from values]
 #
@@ -38,9 +41,18 @@ from typing import Any
 
 from lamina_virtual_gpu.activate import LIBRARY_FOLDER
 
-__all__ = ["begin_test", "judge", "judge_test", "reads", "rewriting", "watch_reads"]
+__all__ = [
+    "begin_test",
+    "judge",
+    "judge_expected",
+    "judge_test",
+    "reads",
+    "rewriting",
+    "watch_reads",
+]
 
 MODULE, BEFORE, ERROR = "@virtual_gpu_values", "@virtual_gpu_before", "@virtual_gpu_error"
+VALUES = (float, complex)
 SEARCHED = 200  # entries of a collection that are looked at
 
 
@@ -54,6 +66,15 @@ def _library() -> ctypes.CDLL:
 def reads() -> int:
     """Return how many copies from a device to the host this process has made."""
     return int(_library().vgpu_reads())
+
+
+def judge_expected(error: BaseException, before: int) -> None:
+    """End a test that waited in vain for an error or a warning about values."""
+    import pytest
+
+    if not isinstance(error, pytest.fail.Exception) or reads() == before:
+        raise error
+    pytest.skip("no arithmetic: nothing was computed that could be refused")
 
 
 # The calls that have read from a device since the test began, by their frames' addresses: a frame
@@ -117,7 +138,10 @@ def about_values(traceback: TracebackType | None) -> bool:
     last = None
     while traceback is not None:
         last, traceback = traceback, traceback.tb_next
-    return last is not None and any(map(is_value, named(last.tb_frame, last.tb_lineno)))
+    if last is None:
+        return False
+    kinds = (bool, *VALUES) if has_read(last.tb_frame) else VALUES
+    return any(is_value(part, kinds) for part in named(last.tb_frame, last.tb_lineno))
 
 
 def named(frame: FrameType, line: int) -> list[Any]:
@@ -149,16 +173,16 @@ def resolved(node: ast.AST, frame: FrameType) -> Any:
     raise LookupError(node)
 
 
-def is_value(what: Any, depth: int = 3) -> bool:
-    """Whether something is a tensor or a float, or holds one."""
+def is_value(what: Any, kinds: tuple[type, ...], depth: int = 3) -> bool:
+    """Whether something is a tensor or of one of some kinds, or holds such a thing."""
     import torch
 
-    if isinstance(what, (torch.Tensor, float, complex)):
+    if isinstance(what, (torch.Tensor, *kinds)):
         return True
     if depth and isinstance(what, Mapping):
         what = list(what.values())
     if depth and isinstance(what, (list, tuple, set)):
-        return any(is_value(part, depth - 1) for part in list(what)[:SEARCHED])
+        return any(is_value(part, kinds, depth - 1) for part in list(what)[:SEARCHED])
     return False
 
 
@@ -201,8 +225,11 @@ def tried(body: list[ast.stmt], errors: str, judgement: ast.Expr) -> ast.Try:
     return ast.Try(body, [handler], [], [])
 
 
+EXPECTS = ("pytest.raises(", "pytest.warns(")
+
+
 class Guard(ast.NodeTransformer):
-    """Puts asserts, calls that stand alone, and tests into `try`."""
+    """Puts asserts, calls that stand alone, expected errors and tests into `try`."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
@@ -224,10 +251,19 @@ class Guard(ast.NodeTransformer):
     def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.stmt]:
         return self.guarded(node) if isinstance(node.value, ast.Call) else node
 
-    def guarded(self, node: ast.stmt) -> list[ast.stmt]:
+    def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        expects = any(ast.unparse(item.context_expr).startswith(EXPECTS) for item in node.items)
+        return self.guarded(node, "BaseException", "judge_expected") if expects else node
+
+    def guarded(
+        self, node: ast.stmt, errors: str = "AssertionError", judgement: str = "judge"
+    ) -> list[ast.stmt]:
         """Return the statement in a `try`, after a note of how much was read so far."""
-        note = ast.Assign([ast.Name(BEFORE, ast.Store())], call("reads").value)
-        after = tried([node], "AssertionError", call("judge", ERROR, BEFORE))
+        # What is within the statement may have such a note of its own.
+        before = f"{BEFORE}_{node.lineno}"
+        note = ast.Assign([ast.Name(before, ast.Store())], call("reads").value)
+        after = tried([node], errors, call(judgement, ERROR, before))
         located(note, node)
         located(after, node)
         return [note, after]

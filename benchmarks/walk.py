@@ -38,6 +38,7 @@ from lamina.fsdp import fully_shard
 from lamina_testing.walk import Profile, Walk, least, path_in_lamina
 
 UNITS, WIDTH, RANKS = 4, 64, 2
+DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 
 
 class Block(nn.Module):
@@ -61,12 +62,16 @@ def in_lamina(file: str) -> bool:
     return bool(path_in_lamina(file))
 
 
+def in_distributed(file: str) -> bool:
+    return file.startswith(DISTRIBUTED)
+
+
 def in_fsdp2(file: str) -> bool:
-    return "/torch/distributed/fsdp/_fully_shard/" in file
+    return file.startswith(os.path.join(DISTRIBUTED, "fsdp", "_fully_shard", ""))
 
 
 def in_rest_of_distributed(file: str) -> bool:
-    return "/torch/distributed/" in file and not in_fsdp2(file)
+    return in_distributed(file) and not in_fsdp2(file)
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -127,7 +132,7 @@ def show_files(name: str, walk: Walk, *, functions: bool) -> None:
 def report(rank: int, store: str, settings: argparse.Namespace) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=f"file://{store}")
     rows: list[tuple[str, Walk]] = []
-    with Profile(lambda file: in_lamina(file) or "/torch/distributed/" in file) as profile:
+    with Profile(lambda file: in_lamina(file) or in_distributed(file)) as profile:
         for strategy in settings.strategies:
             walk = walk_of(profile, lamina_step(strategy))
             rows.append((f"lamina, strategy {strategy}", walk.within(in_lamina)))

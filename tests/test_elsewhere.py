@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ needs_the_system = pytest.mark.skipif(
     not (ROOT / ".git").exists() or version_of(SYSTEM) < (3, 11),
     reason=f"needs git's data of the tree, and a {SYSTEM} of 3.11 or newer",
 )
+PARTS = ("packages", "testing", "tests", "tasks", "examples", "benchmarks")
 LOOK = """
 import json, os
 made = os.umask(0)
@@ -103,3 +106,18 @@ def test_the_recorded_table_can_be_written_again():
         before = record.RECORD.read_text()
         assert before.startswith(record.HEAD)
         assert all(line.count("|") == 7 for line in before[len(record.HEAD) :].splitlines())
+
+
+def test_no_source_is_known_by_a_word_in_its_path():
+    """A clone is called lamina, and then torch's files lie below a folder of that name too."""
+    words = re.compile(r"lamina|torch|packages|tests")
+    found = []
+    for path in (each for top in PARTS for each in sorted((ROOT / top).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)):
+                continue
+            word, where = getattr(node.left, "value", None), ast.unparse(node.comparators[0])
+            in_path = re.search(r"(file|filename|path|__file__)\)?$", where)
+            if isinstance(word, str) and words.search(word) and ("/" in word or in_path):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, f"ask lamina_testing.walk.path_in_lamina, or a package's own folder: {found}"

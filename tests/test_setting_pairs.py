@@ -80,6 +80,11 @@ PAIRS = {
     ("fsdp_double_buffer", "check_storage"): "released memory is kept for this check too",
     ("keep_tensors_whole", "pad_buckets_for_high_nccl_busbw"): "a shard of 2^16 elements holds all "
     "of this model",
+    ("grad_comm_dtype=torch.bfloat16", "param_dtype"): "gradients travel in that dtype already",
+    ("keep_full_precision=('*norm*',)", "disable_bucketing"): "without param_dtype it only makes a "
+    "buffer of its own of what it names, and each parameter has one then",
+    ("reproducible", "grad_comm_dtype"): "sums of eight numbers in bf16 are exact in any order",
+    ("reproducible", "param_dtype"): "the same: gradients travel in bf16",
     ("output_dtype=torch.bfloat16", "param_dtype"): "outputs are in that dtype already",
 }
 """Settings that change nothing beside another one that does not refuse them, with the reason."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
@@ -24,6 +27,19 @@ def toml(tmp_path):
         return path
 
     return write
+
+
+def test_the_first_words_come_before_torch_is_read(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is read')")
+    train = CONFIGS.with_name("train.py")
+    run = subprocess.run(
+        [sys.executable, "-P", str(train)],
+        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{train.parent}"},
+        capture_output=True,
+        text=True,
+    )
+    assert "train.py: reading PyTorch, which takes some seconds" in run.stdout
+    assert "torch is read" in run.stderr
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(toml):

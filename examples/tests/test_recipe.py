@@ -252,6 +252,9 @@ def test_a_plan_takes_no_memory_for_what_it_counts(dry_run):
     done = dry_run(*words)
     assert size(done.output, "peak") > 8 << 30
     assert done.peak < 2 << 20  # KiB
+    assert (
+        "8 ranks, planned by this one process, which plays rank 0 and uses no device" in done.output
+    )
 
 
 @pytest.mark.matrix(few=1)

@@ -13,6 +13,8 @@ from fuzz.case import Case
 from fuzz.places import Records, differences, in_one_process
 from fuzz.settings import narrow
 
+from lamina_testing.walk import path_in_lamina
+
 GOOD = ("right", "refused", "invalid", "theirs")
 """Outcomes of which nobody has to hear."""
 
@@ -143,7 +145,7 @@ def refused_by_torch(case: Case, program: types.ModuleType, said: str) -> Verdic
 def of_error(case: Case, error: BaseException) -> tuple[str, str]:
     """Outcome and detail of an error on one rank."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if "/lamina/" in f.filename]
+    ours = [f for f in frames if path_in_lamina(f.filename)]
     lines = [line for line in str(error).splitlines() if line.strip()]
     head = " ".join(lines[:2])
     place = "; ".join(f"{f.filename.rsplit('/', 2)[-1]}:{f.lineno}" for f in frames[-3:])
@@ -152,7 +154,8 @@ def of_error(case: Case, error: BaseException) -> tuple[str, str]:
         return "theirs", detail
     meant = bool(ours) and frames[-1] is ours[-1] and not isinstance(error, BUGS)
     # What a collective says of its tensors is for a layer above, and no user calls one here.
-    meant &= not (isinstance(error, ValueError) and "/lamina/collectives/" in frames[-1].filename)
+    place_of_ours = path_in_lamina(frames[-1].filename)
+    meant &= not (isinstance(error, ValueError) and place_of_ours.startswith("collectives/"))
     return ("refused" if meant and len(head) >= 60 else "obscure"), detail
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from fuzz.case import Case, program_of
 from fuzz.draw import draw
+from fuzz.judge import of_error
 from fuzz.session import Fuzzer
 from fuzz.settings import BY_PROGRAM, SOURCES, choices, fields
 from planted import BUGS
@@ -32,6 +33,15 @@ def test_random_programs_are_right_or_refused(number, rank_server):
 def test_a_case_follows_from_its_name():
     assert draw("a", 7) == draw("a", 7) == Case.from_json(draw("a", 7).to_json())
     assert program_of(draw("a", 7)) != program_of(draw("a", 8))
+
+
+def test_in_a_clone_called_lamina_an_error_of_torch_is_still_torchs():
+    text = "raise ValueError('mat1 and mat2 must have the same dtype, but got Float and BFloat16')"
+    torch = "/home/ada/lamina/.nox/env/lib/python3.11/site-packages/torch/nn/modules/linear.py"
+    with pytest.raises(ValueError) as raised:
+        exec(compile(text, torch, "exec"))
+    outcome, detail = of_error(draw(SEED, 7), raised.value)
+    assert outcome == "obscure", detail
 
 
 def test_every_setting_is_drawn_or_has_its_place_in_the_program():

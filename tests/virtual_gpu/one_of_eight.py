@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +17,7 @@ from virtual_gpu_step import SIZES, Block, Llama
 
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 
-__all__ = ["Block", "end", "ids", "llama", "sharded", "start", "train"]
+__all__ = ["Block", "end", "ids", "llama", "of_lamina", "sharded", "start", "train"]
 
 
 def start(backend: str = "cpu:fake,cuda:nccl", world: int = 8) -> None:
@@ -35,6 +37,13 @@ def end(result: Any) -> NoReturn:
     print(json.dumps(result), flush=True)
     sys.stderr.flush()
     os._exit(0)
+
+
+def of_lamina(lines: Iterable[str]) -> bool:
+    """Whether one of some lines, as `host_waits` has them, is in a layer's source."""
+    return any(
+        line.startswith(place) for line in lines for place in import_module("lamina").__path__
+    )
 
 
 def llama() -> Llama:

@@ -20,7 +20,7 @@ STEP = """
         train(model, optimizer, 1, clip)
     calls = virtual_gpu.record().calls
     asked = [calls.get(name, 0) for name in ("cudaMalloc", "cudaFree")]
-    end([[list(lines) for lines in waits if "/lamina/" in " ".join(lines)], asked])
+    end([[list(lines) for lines in waits if of_lamina(lines)], asked])
 """
 
 

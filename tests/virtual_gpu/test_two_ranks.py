@@ -20,6 +20,6 @@ def test_a_job_of_nccl_alone_trains_and_its_hosts_agree_without_a_wait(on_rank_0
             train(model, optimizer, 1)
         dist.destroy_process_group()
         if os.environ["RANK"] == "0":
-            end([list(lines) for lines in waits if "/lamina/" in " ".join(lines)])
+            end([list(lines) for lines in waits if of_lamina(lines)])
     """
     assert on_rank_0(text, (*TORCHRUN, "--nproc-per-node=2"), VGPU_DEVICES=2) == []

@@ -98,6 +98,17 @@ class House:
                     if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
                         yield path, line.target.id
 
+    def local_names(self) -> Iterator[tuple[str, str]]:
+        """Yield (path, name) of parameters and of variables, wherever they are assigned."""
+        for path, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.arg):
+                    yield path, node.arg
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    yield path, node.id
+                elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+                    yield from [(path, node.name)] if node.name else []
+
 
 def module_of(path: str) -> str:
     parts = PurePosixPath(path).with_suffix("").parts
@@ -277,16 +288,39 @@ def holds_words(name: list[str], word: list[str]) -> bool:
     return any(name[i : i + len(word)] == word for i in range(len(name)))
 
 
-def dead_words_stay_dead(house: House) -> Iterator[str]:
-    """A dead word is no part of a name. With `=` before it, it only may not be the whole name.
+# What would fit any value says nothing of this one: a name says what was found, or is held.
+SAY_NOTHING = ("=found", "=held", "=one", "=told", "=anew", "=meant")
+# Dead words that parameters and variables may have, where they mean what they mean in English.
+PLAIN_ENGLISH = {"place", "part", "region", "rest", "lines"}
+
+
+def with_words(names: Iterator[tuple[str, str]], refused: Collection[str]) -> Iterator[str]:
+    """Yield the names that hold a word; with `=` before the word, those that are just that word.
 
     The words `in_place` (PyTorch's) and `at_rest` (of a module) are other words.
     """
-    dead = [(word.startswith("="), form) for word in house.dead_words for form in forms_of(word)]
-    for path, name in sorted(set(house.definitions())):
+    forms = [(word.startswith("="), form) for word in refused for form in forms_of(word)]
+    for path, name in sorted(set(names)):
         words = words_of(re.sub(r"in_place|at_rest", "", name))
-        if any(words == form if whole else holds_words(words, form) for whole, form in dead):
+        if any(words == form if whole else holds_words(words, form) for whole, form in forms):
             yield f"{path}: {name}"
+
+
+def dead_words_stay_dead(house: House) -> Iterator[str]:
+    """A dead word is no part of a name. With `=` before it, it only may not be the whole name.
+
+    `PLAIN_ENGLISH` is dead in definitions alone: some 150 variables are the `place` of a rank in a
+    group, a `part` of a sum or the `rest` of a list, and are called so.
+    """
+    yield from with_words(house.definitions(), house.dead_words)
+    of_locals = [word for word in house.dead_words if word.lstrip("=") not in PLAIN_ENGLISH]
+    yield from with_words(house.local_names(), of_locals)
+
+
+def names_say_the_thing(house: House) -> Iterator[str]:
+    """No function, attribute, parameter or variable is called by a word of `SAY_NOTHING` alone."""
+    yield from with_words(house.definitions(), SAY_NOTHING)
+    yield from with_words(house.local_names(), SAY_NOTHING)
 
 
 def terms_are_in_use(house: House) -> Iterator[str]:
@@ -376,6 +410,7 @@ RULES: dict[str, Callable[[House], Iterator[str]]] = {
         public_names_are_for_users,
         file_names_mean_one_thing,
         dead_words_stay_dead,
+        names_say_the_thing,
         terms_are_in_use,
         docstrings_are_in_one_style,
         classes_do_one_thing,
@@ -612,6 +647,36 @@ PLANTED: dict[str, tuple[str, House, str]] = {
         House(planted(ddp__a="def _parts(): ..."), {}, (), ("=part",)),
         "ddp/a.py: _parts",
     ),
+    "dead word in a variable": (
+        "dead_words_stay_dead",
+        House(planted(ddp__a="def f(x):\n    last_seen = x"), {}, (), ("seen",)),
+        "ddp/a.py: last_seen",
+    ),
+    "parameter that says nothing": (
+        "names_say_the_thing", House(planted(ddp__a="def f(held): ...")), "ddp/a.py: held",
+    ),
+    "variable that says nothing": (
+        "names_say_the_thing", House(planted(ddp__a="def f():\n    found = 1")), "ddp/a.py: found",
+    ),
+    "variable of a loop that says nothing": (
+        "names_say_the_thing", House(planted(ddp__a="for _, told in (): ...")), "ddp/a.py: told",
+    ),
+    "variable of a comprehension that says nothing": (
+        "names_say_the_thing", House(planted(ddp__a="x = [one for one in ()]")), "ddp/a.py: one",
+    ),
+    "capture that says nothing": (
+        "names_say_the_thing",
+        House(planted(ddp__a="match 1:\n    case int() as meant: ...")),
+        "ddp/a.py: meant",
+    ),
+    "private method that says nothing": (
+        "names_say_the_thing",
+        House(planted(ddp__a="class A:\n  def _held(self): ...")),
+        "ddp/a.py: _held",
+    ),
+    "field that says nothing": (
+        "names_say_the_thing", House(planted(ddp__a="class A:\n    anew: str")), "ddp/a.py: anew",
+    ),
     "term that nothing bears": (
         "terms_are_in_use",
         House(planted(ddp__a="def bucket_size(): ..."), {}, ("bucket", "slot")),
@@ -673,6 +738,14 @@ ALLOWED: dict[str, tuple[str, House]] = {
                     "def put_in_place(): ..."),
             {}, (), ("rest", "place", "=part"),
         ),
+    ),
+    "variable in plain English": (
+        "dead_words_stay_dead",
+        House(planted(ddp__a="def f(part):\n    first, *rest = part"), {}, (), ("rest", "=part")),
+    ),
+    "names that say the thing": (
+        "names_say_the_thing",
+        House(planted(ddp__a="def f(held_bytes, other):\n    for one_rank in other: ...")),
     ),
     "term as a part of a name": (
         "terms_are_in_use", House(planted(ddp__a="def f(buckets): ..."), {}, ("bucket",)),

@@ -51,10 +51,10 @@ class CutOverRanks(ParallelStyle):
         modes = {name: each.training for name, each in module.named_modules()}
         with torch.device("meta"):
             module.build(config, axis if axis.size > 1 else None)
-            seen_by = [each for hook in amax_exchanges(module) for each in hook.axes]
+            earlier_axes = [each for hook in amax_exchanges(module) for each in hook.axes]
             apply_precision(module, config.precision, axis if axis.size > 1 else None)
         for hook in amax_exchanges(module):
-            hook.axes = [*seen_by, *hook.axes]
+            hook.axes = [*earlier_axes, *hook.axes]
         for name, parameter in list(module.named_parameters()):
             _put(module, name, _piece(wholes[name], parameter, axis))
         for name, _ in list(module.named_buffers()):

@@ -80,10 +80,12 @@ class _Tensors:
             )
 
     def region_of(self, name: str) -> TensorRegion | None:
+        """Which part of the whole tensor this rank holds; None for a buffer, or if it holds all."""
         parameter = self._parameters.get(name)
         return None if parameter is None else self._cut_tensors.region_of(name, parameter)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the whole tensor; KeyError if this rank has no part of it."""
         region = self.region_of(name)
         return tuple(self.tree[name].shape) if region is None else region.shape
 
@@ -253,6 +255,7 @@ class _Export:
         self.failure: Exception | None = None
 
     def begin(self) -> None:
+        """Make the directory, and remove files that a killed export left half written."""
         self._path.mkdir(parents=True, exist_ok=True)
         for left in self._path.glob(".model*.safetensors.writing"):  # by one that was killed
             left.unlink()

@@ -147,6 +147,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Knows metadata's classes and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """A class that metadata needs; CheckpointUnsafeError names any other."""
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         raise CheckpointUnsafeError(

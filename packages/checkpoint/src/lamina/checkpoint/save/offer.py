@@ -156,7 +156,7 @@ def take(
     shared: dict[str, Json] = {}
     own: dict[str, Json] = {}
     joined = set()
-    seen: dict[str, Path] = {}
+    claimed: dict[str, Path] = {}
     compared: dict[str, torch.Tensor] = {}
     kinds: dict[str, Kind] = {}
     objects = {entry: unwrapped(value) for entry, value in state.items()}
@@ -177,7 +177,7 @@ def take(
         for name, tensor in taken.shown.items():
             if not (known or first or is_cut(tensor)):
                 continue
-            claim(taken.paths[name], seen)
+            claim(taken.paths[name], claimed)
             _insert(nested, taken.paths[name], tensor)
     trees = RankValues(shared, frozenset(joined), own)
     return Offered(nested, trees, digests(compared, kinds))

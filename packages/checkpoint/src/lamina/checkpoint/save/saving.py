@@ -98,7 +98,7 @@ class Saver:
         without_tensors = replace(save, offered=replace(save.offered, tensors={}))
         offered = signature(offer[1])
 
-        def write(_held: object = self._committed()) -> None:
+        def write(_committed: object = self._committed()) -> None:
             writer, _ = self._write(without_tensors, {}, StagedPlanner(staged), blocked=blocked)
             if changed:
                 stage.finished(offered, writer.assigned)

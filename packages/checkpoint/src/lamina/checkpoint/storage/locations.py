@@ -48,6 +48,7 @@ class _SyncedFile(io.BufferedWriter):
     """A file that is on the disk once it is closed."""
 
     def close(self) -> None:
+        """Wait until the bytes are on the disk; OSError if they are not."""
         if not self.closed:
             try:
                 self.flush()

@@ -133,6 +133,7 @@ class _Window(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
+        """Copy the next bytes, as many as fit; 0 at the end."""
         target = memoryview(buffer).cast("B")
         piece = self._view[self._at : self._at + len(target)]
         target[: len(piece)] = piece

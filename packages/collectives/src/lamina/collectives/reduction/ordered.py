@@ -523,8 +523,8 @@ class OrderedReduction(Reduction):
             return
         # What is added to an output is measured as it is stored, by `_store`.
         statistics = None if epilogue.accumulate else epilogue.statistics
-        ending = Epilogue(epilogue.factor, False, statistics)
-        self._sum_slices(task, chunks, gathered[self._own], ending)
+        own_epilogue = Epilogue(epilogue.factor, False, statistics)
+        self._sum_slices(task, chunks, gathered[self._own], own_epilogue)
         # Each exchange's run of pieces lies in the own piece of the one before.
         runs = [gathered]
         for exchange in self._exchanges:
@@ -550,13 +550,13 @@ class OrderedReduction(Reduction):
                 self._sum(chunks, whole, Epilogue(), done.wire)
                 sent = exchange.wire.encoded(whole, self._piece)
                 chunks = exchange.route.collect(sent, room, next(task.tags))
-            target, ending = output, epilogue
+            target, slice_epilogue = output, epilogue
             if several:
                 target = output[part.bounds]
                 if wanted is not None:
                     of_slices.append(Statistics(self.device))
-                    ending = Epilogue(epilogue.factor, epilogue.accumulate, of_slices[-1])
-            self._sum(chunks, target, ending, part.exchanges[-1].wire)
+                    slice_epilogue = Epilogue(epilogue.factor, epilogue.accumulate, of_slices[-1])
+            self._sum(chunks, target, slice_epilogue, part.exchanges[-1].wire)
             chunks = chunks if following is None else following
         if wanted is not None and several:
             wanted.squared_norm.copy_(torch.stack([each.squared_norm for each in of_slices]).sum())

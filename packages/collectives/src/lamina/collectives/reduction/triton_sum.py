@@ -46,7 +46,7 @@ CONFIGS = (
 )
 _DEFAULT = CONFIGS[0]
 _SEGMENT_BLOCK = 1024  # elements per program of a segment's sum
-_HELD = 256  # elements of all chunks that a thread may hold: it has 255 registers of 32 bits
+_IN_REGISTERS = 256  # elements of all chunks for one thread: it has 255 registers of 32 bits
 _TUNE_FROM = 1 << 20  # elements; smaller sums take microseconds, whatever the configuration
 _TUNE_ON = 1 << 24  # elements: more than a cache holds, little enough to be a passing allocation
 _IN_KERNELS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -195,7 +195,7 @@ def configs_for(ranks: int) -> tuple[Config, ...]:
 
     A compiler may order loads so that more fits (Triton 3.7 does, 3.9 spills), but need not.
     """
-    return tuple(c for c in CONFIGS if ranks * c.block <= _HELD * 32 * c.warps)
+    return tuple(c for c in CONFIGS if ranks * c.block <= _IN_REGISTERS * 32 * c.warps)
 
 
 def _time(run: Callable[[], object]) -> float:

@@ -114,12 +114,12 @@ def _believe(rank: int, mine: torch.Tensor, theirs: torch.Tensor) -> HostPeer | 
         return None
     process, address, secret = theirs[_HOST_WORDS : _HOST_WORDS + 3].tolist()
     peer = HostPeer(rank, process)
-    seen = torch.zeros(1, dtype=torch.int64, device="cpu")
+    word = torch.zeros(1, dtype=torch.int64, device="cpu")
     try:
-        peer.read(address, seen)
+        peer.read(address, word)
     except (RuntimeError, AttributeError):  # forbidden by the kernel, or no such call in libc
         return None
-    return peer if seen.item() == secret else None
+    return peer if word.item() == secret else None
 
 
 def find_host_peers(group: ProcessGroup, *, willing: bool) -> tuple[HostPeer | None, ...]:

@@ -444,7 +444,7 @@ class ModuleWatch:
         """
         expected, left_alone = self._expected, self._left_alone
         # Plain loops over dictionaries: this runs before every forward.
-        modules, seen = [root], {id(root)}
+        modules, visited = [root], {id(root)}
         for module in modules:
             place = id(module)
             for name, parameter in module._parameters.items():
@@ -459,8 +459,8 @@ class ModuleWatch:
                 elif id(parameter) not in known:
                     raise RuntimeError(self._replaced(known[0], parameter))
             for child in module._modules.values():
-                if child is not None and id(child) not in seen:
-                    seen.add(id(child))
+                if child is not None and id(child) not in visited:
+                    visited.add(id(child))
                     modules.append(child)
 
     def refuse(self, optimizer: Optimizer) -> None:

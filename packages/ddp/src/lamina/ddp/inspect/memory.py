@@ -33,7 +33,8 @@ class MemoryBudgets:
 @runtime_checkable
 class _HasBudgets(Protocol):
     @property
-    def memory_budgets(self) -> MemoryBudgets: ...
+    def memory_budgets(self) -> MemoryBudgets:
+        """Bytes per rank that the wrapper keeps at most."""
 
 
 @dataclass(frozen=True)

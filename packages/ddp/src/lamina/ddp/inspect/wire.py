@@ -61,7 +61,8 @@ class WirePlan:
 
 @runtime_checkable
 class _GathersAgain(Protocol):
-    def gathered_again(self) -> list[ParameterGroup]: ...
+    def gathered_again(self) -> list[ParameterGroup]:
+        """The groups whose weights are gathered a second time, for backward."""
 
 
 def wire_plan(module: nn.Module, microbatches: int = 1) -> WirePlan:

@@ -64,7 +64,7 @@ class Pace:
     def __init__(self, factor: float, steps: int) -> None:
         self.factor, self.steps = factor, steps
         self._count = self._streak = 0
-        self._told = False
+        self._reported = False
         self._slower = 0.0
         self._timed: tuple[Ledger, float] | None = None
         self._seconds: float | None = None
@@ -95,8 +95,8 @@ class Pace:
             self._timed = None
             between = sum(record.exposed for record in ledger.records if record.between)
             waits = self._waits(waited, between)
-        slow = self._streak * _TIMED >= self.steps and not self._told
-        self._told |= slow
+        slow = self._streak * _TIMED >= self.steps and not self._reported
+        self._reported |= slow
         return [self._seconds or 0.0, float(self._seconds is not None), float(slow), *waits]
 
     def _waits(self, waited: float, between: float) -> list[float]:
@@ -122,8 +122,8 @@ class Pace:
             )
         self._slower = self._seconds * (ranks - 1) / max(seconds - self._seconds, 1e-9)
         self._streak = self._streak + 1 if self._slower > self.factor else 0
-        self._told = self._told and self._streak > 0
+        self._reported = self._reported and self._streak > 0
 
     def words(self) -> list[str]:
         """What the others are told of this rank: host and factor, if it is slow."""
-        return [socket.gethostname(), f"{self._slower:.3f}"] if self._told else []
+        return [socket.gethostname(), f"{self._slower:.3f}"] if self._reported else []

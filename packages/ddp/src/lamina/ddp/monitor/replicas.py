@@ -179,8 +179,8 @@ class ReplicaMonitor:
             vote.heal()
         self.healed += len(votes)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            transient = reason.endswith("differ")
-            done = " no more: a digest was wrong for a moment" if transient else "; it was replaced"
+            momentary = reason.endswith("differ")
+            done = " no more: a digest was wrong for a moment" if momentary else "; it was replaced"
             warnings.warn(reason + done, stacklevel=4)
 
     # -- what is compared ---------------------------------------------------------------------

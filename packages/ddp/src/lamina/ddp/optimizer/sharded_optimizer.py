@@ -26,7 +26,8 @@ _MAIN_WEIGHTS = "main_weights"
 
 @runtime_checkable
 class _HearsOfSteps(Protocol):
-    def weights_written(self) -> None: ...
+    def weights_written(self) -> None:
+        """The optimizer has stepped: new main weights are there."""
 
 
 class ShardedOptimizer(Optimizer):

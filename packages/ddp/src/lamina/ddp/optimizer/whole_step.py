@@ -162,6 +162,7 @@ class _Decoupled:
 
     @property
     def decoupled_grad(self) -> torch.Tensor | None:
+        """The gradient, for optimizers that read it here (`use_decoupled_grad`)."""
         return self.grad
 
     @decoupled_grad.setter

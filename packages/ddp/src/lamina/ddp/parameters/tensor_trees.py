@@ -22,20 +22,20 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     return iter((tree,)) if isinstance(tree, torch.Tensor) else _walk(tree, set(), _DEPTH)
 
 
-def _walk(tree: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor]:
+def _walk(tree: Any, visited: set[int], depth: int) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(tree):
         if leaf is None or isinstance(leaf, (*_PLAIN, nn.Module)):
             continue
-        if id(leaf) in seen:
+        if id(leaf) in visited:
             continue
-        seen.add(id(leaf))
+        visited.add(id(leaf))
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif depth and hasattr(leaf, "__dict__"):
-            yield from _walk(list(vars(leaf).values()), seen, depth - 1)
+            yield from _walk(list(vars(leaf).values()), visited, depth - 1)
         elif depth and dataclasses.is_dataclass(leaf):  # with slots
             values = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
-            yield from _walk(values, seen, depth - 1)
+            yield from _walk(values, visited, depth - 1)
 
 
 class Loan:

@@ -322,6 +322,7 @@ class _GroupPlan:
 
     @property
     def trained(self) -> bool:
+        """Whether the group's parameters have gradients; all of them have, or none."""
         return self.refs[0].parameter.requires_grad
 
 

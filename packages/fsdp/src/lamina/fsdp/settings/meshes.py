@@ -30,6 +30,7 @@ class _WithGatherGroup(MeshAxis):
     gather: GroupRef | None = None
 
     def sibling(self, purpose: str) -> ProcessGroup | None:
+        """The caller's communicator for gathers, the axis's own for all else."""
         return live_group(self.gather) if purpose == "gather" else super().sibling(purpose)
 
 

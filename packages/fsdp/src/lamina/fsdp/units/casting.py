@@ -94,11 +94,13 @@ class _Cast:
         self._loan = Loan()
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Widen the inputs, in the caller's own containers too, until `after`."""
         self._changed, self._loan = False, Loan()  # outputs are cast back only where inputs were
         args, values = map_tensors((args, tuple(kwargs.values())), self._widen, self._loan)
         return args, dict(zip(kwargs, values, strict=True))
 
     def after(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """Put the caller's tensors back, and narrow the outputs if an input was widened."""
         self._loan.end()
         return map_tensors(output, self._narrowed) if self._changed else output
 

@@ -118,15 +118,15 @@ def _first_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _only(fresh: dict[int, torch.Tensor], root: nn.Module) -> Iterator[None]:
     """For the time being, modules hold each fresh tensor once, and meta tensors for all others."""
     replaced: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-    seen: set[int] = set()
+    kept: set[int] = set()
     for module in root.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None or tensor.is_meta:
                     continue
                 # A tied one is written by its first holder alone, as when the model is constructed.
-                if id(tensor) in fresh and id(tensor) not in seen:
-                    seen.add(id(tensor))
+                if id(tensor) in fresh and id(tensor) not in kept:
+                    kept.add(id(tensor))
                     continue
                 replaced.append((tensors, name, tensor))  # type: ignore[arg-type]
     try:
@@ -186,7 +186,7 @@ def _refuse_left(
 ) -> None:
     """Raise ValueError for the first module below `root` (called `name`) with such tensors."""
     for path, module in root.named_modules():
-        names = [key for key, tensor in _held(module).items() if left(tensor)]
+        names = [key for key, tensor in _tensors_of(module).items() if left(tensor)]
         if names:
             where = ".".join(part for part in (name, path) if part) or "the root"
             why = "it has no reset_parameters()"
@@ -211,11 +211,11 @@ def refuse_uninitialised(root: nn.Module, init: Callable[[nn.Module], None] | No
     # Who has an initialisation may write its own tensors and those of modules below it.
     able = [module for module in root.modules() if _own_initialisation(module) is not None]
     covered = {id(below): below for module in able for below in module.modules()}
-    written = {id(t) for module in covered.values() for t in _held(module).values()}
+    written = {id(t) for module in covered.values() for t in _tensors_of(module).values()}
     _refuse_left(root, "", lambda t: t.is_meta and bool(t.numel()) and id(t) not in written)
 
 
-def _held(module: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     tensors = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 

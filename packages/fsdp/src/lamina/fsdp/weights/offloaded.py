@@ -192,6 +192,7 @@ class _Beside:
         self._side = side
 
     def wait(self) -> None:
+        """Let the side stream wait; neither the host nor the compute does."""
         with self._side.use():
             self._handle.wait()
 

@@ -118,6 +118,7 @@ class _Recipe:
         return self.forward(*inputs)
 
     def rerun(self) -> _Run:
+        """Compute the output again from what the node saved, once for all who ask."""
         if self.kept is None:
             # The node is alive, because its own backward comes after everything that reads this.
             saved, wanted = self.node().saved_tensors, self.node().needs_input_grad[2:]

@@ -136,10 +136,12 @@ def _linear_class(base: type[nn.Module]) -> type[nn.Module]:
         """TE's Linear, whose parameters keep their roles when it makes new ones."""
 
         def reset_parameters(self, defer_init: bool | None = False) -> None:
+            """Let TE make its parameters, and mark these as the old ones were."""
             super().reset_parameters(defer_init)
             self.mark_roles()
 
         def mark_roles(self) -> None:
+            """Give the parameters the roles that `roles` has by their names."""
             for name, role in getattr(self, "roles", {}).items():
                 mark(getattr(self, name), **role)
 

@@ -70,6 +70,7 @@ class _Table(nn.Module):
         fill(self.weight, normal(self.init_std), self.init_seed, self.axis)
 
     def extra_repr(self) -> str:
+        """Sizes of this rank's rows, for printing."""
         (rows, width), size = self.weight.shape, 1 if self.axis is None else self.axis.size
         return f"{rows} x {width}, rows cut by {size}, partial={self.partial}"
 

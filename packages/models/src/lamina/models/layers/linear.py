@@ -194,6 +194,7 @@ class _Projection(nn.Module):
         return y if last is None else y + last
 
     def extra_repr(self) -> str:
+        """Sizes, the bias and the side that is cut, for printing."""
         (rows, columns), size = self.weight.shape, 1 if self.axis is None else self.axis.size
         return f"{columns} -> {rows}, bias={self.bias is not None}, {self.side} cut by {size}"
 

@@ -244,8 +244,8 @@ def _softmax(logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int
 
 def _subtract_labels(probabilities: Tensor, column: Tensor, here: Tensor) -> Tensor:
     """Subtract one at each label, in place: this gives the gradient of the loss by the logits."""
-    ones = -here[:, None].to(probabilities.dtype)
-    return probabilities.scatter_add_(1, column[:, None], ones)
+    minus_ones = -here[:, None].to(probabilities.dtype)
+    return probabilities.scatter_add_(1, column[:, None], minus_ones)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -91,12 +91,15 @@ class _PlainGradients:
         self.grad = grad
 
     def by_input(self, weight: Tensor) -> Tensor:
+        """As of `Gradients`."""
         return self.grad @ weight
 
     def by_weight(self, x: Tensor) -> Tensor:
+        """As of `Gradients`."""
         return self.grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
+        """As of `Gradients`; without a temporary where `write_product` needs none."""
         write_product(self.grad.flatten(0, -2).t(), x.flatten(0, -2), total, accumulate)
 
 
@@ -106,9 +109,11 @@ class _PlainProducts:
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`x @ weight.T + bias`; backward needs nothing of it."""
         return F.linear(x, weight, bias), ()
 
     def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> _PlainGradients:
+        """The products of backward; `kept` is empty."""
         return _PlainGradients(grad)
 
 

@@ -36,6 +36,7 @@ class _Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
+        """The width and `eps`, for printing."""
         return f"{self.size}, eps={self.eps}"
 
 

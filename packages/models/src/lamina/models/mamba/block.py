@@ -69,9 +69,9 @@ class CausalConvolution(nn.Module):
 
     def step(self, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
         """Compute one token `[batch, channels]`, given `window [batch, taps - 1, channels]`."""
-        seen = torch.cat((window, x.unsqueeze(1)), dim=1)
-        y = (seen * self.weight[:, 0].t()).sum(dim=1)
-        return F.silu(y if self.bias is None else y + self.bias), seen[:, 1:]
+        inputs = torch.cat((window, x.unsqueeze(1)), dim=1)
+        y = (inputs * self.weight[:, 0].t()).sum(dim=1)
+        return F.silu(y if self.bias is None else y + self.bias), inputs[:, 1:]
 
 
 class StateSpaceScan(nn.Module):

@@ -178,6 +178,7 @@ class _Local(Dispatch):
         self.arrived = ExpertRows(copies_to_rows(x, self.order), counts, on_host)
 
     def combine(self) -> Tensor:
+        """Weigh and add up each token's results; nothing travels."""
         return rows_to_tokens(self.results, self.routing.weights, self.order)
 
 
@@ -191,6 +192,7 @@ class _Replicated(_Local):
         super().__init__(copy_to(x, tp.group), replace(routing, weights=weights), num_experts)
 
     def combine(self) -> Tensor:
+        """Sum the tensor-parallel ranks' pieces of each token's results."""
         return reduce_from(super().combine(), self.tp.group)
 
 
@@ -222,16 +224,19 @@ class _Sent(Dispatch):
         )
 
     def arrive(self) -> ExpertRows:
+        """Wait for the first all-to-all, and order its rows by expert."""
         rows = regroup(self.going.wait(), self.chunks)
         return ExpertRows(rows, self.counts, tuple(map(sum, zip(*self.chunks, strict=True))))
 
     def give_back(self, rows: Tensor) -> None:
+        """Start the second all-to-all, with rows ordered by rank once more."""
         by_expert = [list(column) for column in zip(*self.chunks, strict=True)]
         self.coming = RowExchange(
             regroup(rows, by_expert), self.way.group, self.going.receives, self.going.sends
         )
 
     def combine(self) -> Tensor:
+        """Wait for the second all-to-all; add up experts' pieces, then each token's results."""
         rows = sum_runs(self.coming.wait(), self.sends, self.way.pieces)
         return rows_to_tokens(rows, self.routing.weights, self.order)
 
@@ -287,6 +292,7 @@ class _AllGather(Dispatch):
         self.arrived = ExpertRows(rows, gathered_counts[:, here].sum(0), on_host)
 
     def combine(self) -> Tensor:
+        """Sum what all ranks' experts have made of this rank's tokens."""
         partial = rows_to_tokens(self.results, self.weights, self.order)
         way = self.way
         return reduce_rows(partial, way.group, self.sizes, way.axis.rank)

@@ -133,11 +133,13 @@ class _OneStage:
         self._number = num_microbatches
 
     def step(self, *, losses: list[Tensor], **_: Any) -> None:
+        """Run forward and backward of each microbatch; the losses are appended to `losses`."""
         self._stage.has_backward = True
         for chunk in range(self._number):
             losses.append(self._stage.forward_one_chunk(chunk))
             self._stage.backward_one_chunk(chunk, last_backward=chunk == self._number - 1)
 
     def eval(self, *, losses: list[Tensor], **_: Any) -> None:
+        """Run forward of each microbatch, without backward; as `step` otherwise."""
         self._stage.has_backward = False
         losses.extend(map(self._stage.forward_one_chunk, range(self._number)))

@@ -139,13 +139,13 @@ class Float8Products(nn.Module):
         with torch.no_grad():
             now = torch.stack(maxima)
             sound = torch.isfinite(now)
-            seen = torch.where(sound, now, 0.0)
+            finite = torch.where(sound, now, 0.0)
             if self.remembers or columns.start == GRADIENT:
-                history[0, columns] = torch.maximum(history[0, columns], seen)
+                history[0, columns] = torch.maximum(history[0, columns], finite)
             if not self.looks_back:
-                seen = self.over_ranks([seen], True)[0]
+                finite = self.over_ranks([finite], True)[0]
             past = history[1:, columns].amax(dim=0)
-            chosen = torch.where(past > 0, past, seen)
+            chosen = torch.where(past > 0, past, finite)
             return list(torch.where(sound, chosen, torch.nan).unbind())
 
     def end_pass(self, begun: bool) -> None:
@@ -242,6 +242,7 @@ class _Gradients:
         return products.code(self.grad, amax[0], BACKWARD)
 
     def by_input(self, weight: Tensor) -> Tensor:
+        """The gradient of the input, `[..., in]`, in the dtype of the output's."""
         products = self.products
         codes = self._coded() if products.rowwise else self.codes
         if self.codes_kept:
@@ -253,9 +254,11 @@ class _Gradients:
         return scaled_product(codes, turned, self.grad.dtype).view(*self.shape[:-1], -1)
 
     def by_weight(self, x: Tensor) -> Tensor:
+        """The gradient of the weight, `[out, in]`, in the dtype of the output's."""
         return scaled_product(*self._columns(x), self.grad.dtype)
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
+        """Write the gradient of the weight into `total` `[out, in]`, or add it."""
         if accumulate:  # the kernels cannot, so adding takes a temporary
             total.add_(scaled_product(*self._columns(x), total.dtype))
         else:

@@ -47,6 +47,7 @@ from lamina.models import (
     pipeline,
 )
 from lamina.models.activation_memory import offload
+from lamina.models.decoder import gpt as decoder
 from lamina_testing.capture import Capture, capturing
 from lamina_testing.order import CUDA, Recording, Site, recorded_order
 from lamina_testing.toys import Block, OddNet, inputs
@@ -332,12 +333,25 @@ MOE = MoEConfig(num_experts=4, top_k=2, ffn_size=32, shared_ffn_size=32)
 PADDED = replace(MOE, capacity_factor=2.0, pad_to_capacity=True)
 
 
+def gpt(recording: Recording, config: TransformerConfig, mesh: Any = None) -> GPTModel:
+    """A model that is made on the host, where its ranks compare their seeds, and moved."""
+    compare = decoder.check_same_seed
+
+    def compared(*args: Any, **kwargs: Any) -> None:
+        with recording.all_on_host():
+            compare(*args, **kwargs)
+
+    with on_a_cpu(recording, mock.patch.object(decoder, "check_same_seed", compared)):
+        model: GPTModel = there(recording, GPTModel(config, mesh, seed=0))
+    return model
+
+
 def transformer(layout: dict[str, int], **settings: Any) -> Scenario:
     """A scenario of a GPT over several axes under strategy 3."""
 
     def run(recording: Recording) -> None:
         mesh = ParallelLayout(**layout).build(recording.device.type)
-        model = there(recording, GPTModel(replace(SMALL, **settings), mesh, seed=0))
+        model = gpt(recording, replace(SMALL, **settings), mesh)
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
         wrapped, optimizer = fully_shard(
             model, adamw, device_mesh=mesh, fsdp_unit_modules=[TransformerBlock]
@@ -357,7 +371,7 @@ def pipelined(schedule: str, pp: int = 2) -> Scenario:
 
     def run(recording: Recording) -> None:
         mesh = ParallelLayout(pp=pp).build(recording.device.type)
-        model = there(recording, GPTModel(replace(SMALL, num_layers=4), mesh, seed=0))
+        model = gpt(recording, replace(SMALL, num_layers=4), mesh)
 
         def shard(stage: nn.Module) -> nn.Module:
             return fully_shard(stage, device_mesh=mesh, fsdp_unit_modules=[TransformerBlock])

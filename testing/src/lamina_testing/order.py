@@ -47,8 +47,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lamina.collectives.call import collective
 from lamina.ddp.backward.agreement import ProducedFlags
+from lamina.ddp.norm import clip
 from lamina_testing.cuda_trace import CudaTrace, triton_launches
-from lamina_testing.happens_before import HOST
+from lamina_testing.happens_before import HOST, Access
 from lamina_testing.recording import (
     COLLECTIVES,
     Recording,
@@ -76,9 +77,13 @@ CALLED = {
 }
 # Operators that bring a number of the device to the host.
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
-# Files that read no number of a GPU: torch's optimizers count steps on the host, and a GPU has
-# another sum, which leaves its statistics there.
-OF_THE_HOST = ("/torch/optim/", "/src/lamina/collectives/reduction/summation.py")
+# Files that read no number of a GPU: torch's optimizers count steps on the host, a GPU has
+# another sum, which leaves its statistics there, and ids are looked at on a CPU alone.
+OF_THE_HOST = (
+    "/torch/optim/",
+    "/src/lamina/collectives/reduction/summation.py",
+    "/src/lamina/models/layers/loss.py",
+)
 MACHINERY = ("/lamina_testing/", "/torch/_compile.py", "/torch/_dynamo/")
 
 
@@ -98,7 +103,9 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs, name = kwargs or {}, func._schema.name
         if func.namespace == "c10d" or name == "aten::record_stream":
             return func(*args, **kwargs)
-        recording, found = self._recording, []
+        recording = self._recording
+        found: list[Access | None] = []
+        by_host: list[Access | None] = []
         given: dict[int, torch.UntypedStorage] = {}
         large: dict[int, torch.UntypedStorage] = {}
         for argument, value in named_arguments(func._schema, args, kwargs):
@@ -108,7 +115,16 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     given[storage._cdata] = storage
                     large |= {storage._cdata: storage} if tensor.dim() else {}
                 if (alias is None or alias.is_write) and not only_shapes(name):
-                    found.append(recording.access(tensor, writes=alias is not None))
+                    # The device touches no host memory that is not pinned: the host reads the
+                    # number of a tensor without dimensions, and copies the others, by itself.
+                    unpinned = (
+                        recording.on_gpu
+                        and storage is not None
+                        and recording.is_host(storage)
+                        and not recording.is_pinned(storage)
+                    )
+                    access = recording.access(tensor, writes=alias is not None)
+                    (by_host if unpinned else found).append(access)
         pinned = kwargs.get("pin_memory") and not recording.on_gpu
         with self._trace.operator():
             result = func(*args, **{**kwargs, "pin_memory": False} if pinned else kwargs)
@@ -119,6 +135,7 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not recording.on_gpu and (pinned or on_host):
             recording.on_host(*results, pinned=bool(pinned))
         found += [recording.access(tensor, writes=True) for tensor in made]
+        found += by_host if on_host else []
         accesses = [access for access in found if access is not None]
         if accesses:
             recording.run(HOST if on_host else recording.current, name, accesses)
@@ -383,6 +400,7 @@ def launches(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
         return torch.cuda.current_stream()
 
     yield ProducedFlags, "agree", agreed
+    yield clip, "_reads_for_nothing", lambda device: False
     for name, stand_in in {"launch": launched, "current_stream": current_stream}.items():
         original = getattr(collective, name)
         for module in list(sys.modules.values()):

@@ -72,7 +72,8 @@ LIBRARIES = (
     Library("libcuda", 1, node=""),
 )
 
-# Torch's profiler subscribes to CUPTI wherever there is a GPU; it then gets no records.
+# Torch's profiler subscribes to CUPTI wherever there is a GPU; it then gets no records. torch 2.15
+# makes a handle of cuSOLVER with others; what takes the handle refuses.
 QUIET = frozenset(
     """
     cuptiActivityDisable cuptiActivityEnable cuptiActivityEnableCudaEventDeviceTimestamps
@@ -80,6 +81,6 @@ QUIET = frozenset(
     cuptiActivityRegisterCallbacks cuptiActivityRegisterTimestampCallback cuptiActivitySetAttribute
     cuptiActivityPopExternalCorrelationId cuptiActivityPushExternalCorrelationId
     cuptiEnableCallback cuptiEnableDomain cuptiFinalize cuptiSubscribe cuptiUnsubscribe
-    cudnnSetStream nvshmem_init
+    cudnnSetStream cusolverDnCreate cusolverDnDestroy nvshmem_init
     """.split()
 )

@@ -352,6 +352,8 @@ EXPORT int cudaStreamIsCapturing(Stream *stream, int *out) {
   *out = capture_status(stream_of(stream));
   return kSuccess;
 }
+EXPORT int cuStreamIsCapturing(Stream *stream, int *out) { return cudaStreamIsCapturing(stream, out); }
+
 EXPORT int cudaStreamGetCaptureInfo(Stream *handle, int *status, unsigned long long *number, Graph **graph, const void **nodes, const void **edges,
                                     size_t *count) {
   LOCKED;

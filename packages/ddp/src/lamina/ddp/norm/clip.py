@@ -92,7 +92,7 @@ def clip_grad_norm(
         riders["replicas"] = replicas.message(device)
     same = None if mesh is None or op != "sum" else _SameStep.of(items, mesh, device)
     # Riders make the host wait for the device: this one alone is not worth that.
-    if same is not None and (riders or device.type == "cpu"):
+    if same is not None and (riders or _reads_for_nothing(device)):
         riders["step"] = same.message
     total, axes = _total(shares, PNorm(norm_type), mesh, list(riders.values()))
     norm = total.to(torch.float32)
@@ -112,7 +112,7 @@ def clip_grad_norm(
         if not health.judge(mean, read["norm"][0], axes, norm.device, names, pace).healthy:
             return norm
     # The host looks once at most, and never on a GPU that is not asked to refuse.
-    known = float(norm) if error_if_nonfinite or norm.device.type == "cpu" else math.nan
+    known = float(norm) if error_if_nonfinite or _reads_for_nothing(norm.device) else math.nan
     if error_if_nonfinite and not math.isfinite(known):
         raise RuntimeError(_blame(known, shares, mesh))
     if math.isinf(max_norm) or known < 0.999 * max_norm - 1e-6:
@@ -199,6 +199,11 @@ def _total(
         for axis in axes:
             all_reduce_small(message, axis.sibling("reduce"), op=norm.op)
     return norm.root(functools.reduce(norm.join, sums.values(), norm.empty(device))), widest
+
+
+def _reads_for_nothing(device: torch.device) -> bool:
+    """Whether the host need not wait to read a number of this device."""
+    return device.type == "cpu"
 
 
 def _on_host(vectors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:

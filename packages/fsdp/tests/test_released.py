@@ -152,3 +152,26 @@ def test_a_unit_that_reads_another_units_weight_is_told_in_its_forward(ranks):
     )
     with pytest.raises(StaleStorageError, match=r"0\.up\.weight"):
         train(model)
+
+
+class Router(nn.Module):
+    """Reads the weight of a module that it never calls, as LongCat's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.classifier.weight)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_a_weight_that_is_read_outside_of_its_unit_is_named(strategy, ranks):
+    mesh = ParallelLayout().build(device_type())
+    settings = {"fsdp_unit_modules": [nn.Linear], "zero_dp_strategy": strategy}
+    model = fully_shard(nn.Sequential(Block(), Router()), device_mesh=mesh, **settings)
+    with pytest.raises(
+        NotImplementedError, match=r"that of 1\.classifier\.weight; .*fsdp_unit_mod"
+    ):
+        model(torch.ones(4, 6))

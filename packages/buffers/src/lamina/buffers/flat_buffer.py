@@ -230,6 +230,7 @@ class FlatBuffer:
             axes,
             communicator=communicator or self.communicator,
             extents=extents,
+            name=layout.specs[position].name,
         )
 
     def sharded(self) -> dict[str, ShardedTensor]:

@@ -41,6 +41,7 @@ class ShardedTensor(SpanTensor):
         extents: a callable that gives every rank's `(start, stop)` in the communicator's order;
             without it they are gathered when first needed.
         requires_grad: as for any tensor.
+        name: for messages about this tensor and what is computed from it.
 
     Raises:
         TypeError: `local` is no plain tensor.
@@ -65,10 +66,11 @@ class ShardedTensor(SpanTensor):
         communicator: SpanCommunicator | None = None,
         extents: Extents | None = None,
         requires_grad: bool = False,
+        name: str = "",
     ) -> ShardedTensor:
         axes = () if axis is None else (axis,) if isinstance(axis, Axis) else tuple(axis)
         size = torch.Size(shape)
-        spec = SpanSpec(size, start, start + local.numel(), axes, communicator, extents)
+        spec = SpanSpec(size, start, start + local.numel(), axes, communicator, extents, name)
         _check(local, spec)
         made = cls.from_spec(local.detach(), spec)
         if requires_grad:
@@ -181,7 +183,7 @@ class ShardedTensor(SpanTensor):
     def _refuse_storage(self, asked: str) -> NoReturn:
         # Not NotImplementedError: safetensors takes that for a tensor without storage, and goes on.
         raise RuntimeError(
-            f"{asked} of a ShardedTensor of shape {list(self.shape)}: other ranks hold the rest. "
+            f"{asked} of a ShardedTensor of {self._spec.described()}: other ranks hold the rest. "
             "For files of whole tensors take the state from "
             "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True)), such as save_pretrained(..., "

@@ -108,7 +108,7 @@ def refuse(func: OpOverload, args: tuple[Any, ...]) -> NoReturn:
     else:
         kind = "other"
     first = next(_spans(args), None)
-    shape = "" if first is None else f" of shape {list(first.shape)} ({first._spec.where()})"
+    shape = "" if first is None else f" of {first._spec.described()}"
     raise NotImplementedError(f"{func} of a ShardedTensor{shape}: {_INSTEAD[kind]}")
 
 

@@ -58,9 +58,9 @@ def refuse_dims(func: OpOverload, tensor: SpanTensor, dim: Any, keep: bool) -> N
     ndim = tensor.dim()
     if keep or (dims and len({each % max(ndim, 1) for each in dims}) < ndim):
         raise NotImplementedError(
-            f"{func} over dimensions {dims} (keepdim={keep}) of a ShardedTensor of shape "
-            f"{list(tensor.shape)}: a span holds parts of rows. Reduce over all dimensions, or use "
-            f".full_tensor(). {OPTIMIZER}"
+            f"{func} over dimensions {dims} (keepdim={keep}) of a ShardedTensor of "
+            f"{tensor._spec.described()}: a span holds parts of rows. Reduce over all dimensions, "
+            f"or use .full_tensor(). {OPTIMIZER}"
         )
 
 

@@ -70,6 +70,7 @@ class SpanSpec:
         axes: the axes that cut it, outer first; () where every rank holds the whole.
         communicator: reaches the other ranks; None where none was given.
         extents: lazily, `(start, stop)` of every rank in the communicator's order.
+        name: of the tensor that the place was made for; what is computed from that one keeps it.
     """
 
     shape: torch.Size
@@ -78,6 +79,7 @@ class SpanSpec:
     axes: tuple[Axis, ...] = ()
     communicator: SpanCommunicator | None = None
     extents: Extents | None = field(default=None, repr=False, compare=False)
+    name: str = field(default="", repr=False, compare=False)
 
     @cached_property
     def numel(self) -> int:
@@ -137,11 +139,16 @@ class SpanSpec:
         places = ", ".join(f"{axis.name}={axis.rank}/{axis.size}" for axis in self.axes)
         return places or "whole on every rank"
 
+    def described(self) -> str:
+        """The shape, whose it is, and this rank's coordinates, for messages."""
+        name = f"that of {self.name}; " if self.name else ""
+        return f"shape {list(self.shape)} ({name}{self.where()})"
+
     def reach(self, operation: str) -> SpanCommunicator:
         """The communicator; RuntimeError says what to call instead of `operation` without one."""
         if self.communicator is None:
             raise RuntimeError(
-                f"{operation} of a ShardedTensor of shape {list(self.shape)} ({self.where()}) "
+                f"{operation} of a ShardedTensor of {self.described()} "
                 "needs the other ranks' spans, and it was made without a communicator: pass "
                 "communicator=SpanGroups(...), from lamina.collectives.engine, to the FlatBuffer "
                 "or ShardedTensor, use .to_local() for this rank's span, or lamina.ddp's "

@@ -81,7 +81,7 @@ def _texts() -> dict[str, dict[str, str]]:
 
 def _problem(kind: str, **values: object) -> EnvironmentProblem:
     """A problem in words, with these values in them."""
-    texts = {"name": kind, "found": "{value}", **_texts()[kind]}
+    texts = {"name": kind, "value": "{value}", **_texts()[kind]}
     texts.pop("hurts", None)
     return EnvironmentProblem(**{part: text.format(**values) for part, text in texts.items()})  # type: ignore[arg-type]
 
@@ -275,14 +275,12 @@ def _backends() -> tuple[str, ...]:
 
 
 def _triton_version() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return None
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version("triton")
-    except PackageNotFoundError:  # built into another distribution
-        return "installed"
+    except PackageNotFoundError:  # perhaps built into another distribution
+        return "installed" if importlib.util.find_spec("triton") else None
 
 
 def _cores() -> int:

@@ -120,13 +120,8 @@ def _tasks_here(env: Environment) -> int | None:
 
 def first_host(nodelist: str) -> str:
     """The first host of a SLURM node list: "gpu[07-09,12],login1" gives "gpu07"."""
-    head = nodelist.strip()
-    depth = 0
-    for place, character in enumerate(head):
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth == 0:
-            head = head[:place]
-            break
+    # At the first comma that no bracket encloses.
+    head, *_ = re.split(r",(?![^\[]*\])", nodelist.strip())
     # Several bracketed parts are legal ("rack[1-2]node[3-4]"): the first of each.
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", head)
 

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -257,13 +258,12 @@ def _details(rank: int, report: Report | None) -> str:
 
 def _ranges(ranks: Sequence[int]) -> str:
     """0, 1, 2, 5 as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    runs = []
+    # Within a run, ranks and their places in the sequence grow alike.
+    for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0]):
+        first, *others = (rank for _, rank in run)
+        runs.append(f"{first}-{others[-1]}" if others else str(first))
+    return ", ".join(runs)
 
 
 class Alarms:

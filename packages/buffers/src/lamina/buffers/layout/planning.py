@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import accumulate, islice, takewhile
 from operator import neg
 from typing import NamedTuple
 
@@ -68,11 +68,9 @@ def plan_items(items: Sequence[Item], num_shards: int, alignment: int, unit: int
 
 def _in_a_row(items: Sequence[Item], num_shards: int, alignment: int, unit: int) -> Placed:
     """Cuts are free at every aligned element: tensors follow each other, shards cut anywhere."""
-    offsets, cursor = [], 0
-    for item in items:
-        offsets.append(cursor)
-        cursor += round_up(item.numel, alignment)
-    return Placed(round_up(-(-cursor // num_shards), unit), tuple(offsets), False)
+    lengths = (round_up(item.numel, alignment) for item in items)
+    *offsets, end = accumulate(lengths, initial=0)
+    return Placed(round_up(-(-end // num_shards), unit), tuple(offsets), False)
 
 
 class Divisors:
@@ -89,9 +87,8 @@ class Divisors:
         cuttable = sorted({item for item in items if item.numel > item.granule > 1}, reverse=True)
         # Sizes from half of cuttable[k].numel on are free of the granules of k, k + 1, ...
         self._floors = [-(-item.numel // 2) for item in cuttable]
-        self._multiples = [unit]
-        for item in cuttable:
-            self._multiples.append(math.lcm(self._multiples[-1], item.granule))
+        granules = (item.granule for item in cuttable)
+        self._multiples = [*accumulate(granules, math.lcm, initial=unit)]
         self.least = self.next(max([-(-payload // num_shards), *whole, 1]))
 
     def next(self, size: int) -> int:

@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -89,10 +91,8 @@ class SpanSpec:
     @cached_property
     def strides(self) -> tuple[int, ...]:
         """Strides of the whole in row-major order."""
-        strides, step = [], 1
-        for size in reversed(self.shape):
-            strides.append(step)
-            step *= max(size, 1)
+        sizes = (max(size, 1) for size in reversed(self.shape))
+        *strides, _ = accumulate(sizes, mul, initial=1)
         return tuple(reversed(strides))
 
     @property

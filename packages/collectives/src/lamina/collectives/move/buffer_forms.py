@@ -68,16 +68,15 @@ def gather(
             f"gather: the destination has {whole.numel()} elements, but the layout has "
             f"{buffer.layout.size}; give a buffer that is replicated along the gathered axes"
         )
-    # Rank (o, i) holds piece i * O + o, so the outer axis fills a contiguous run of the inner one.
-    piece, handle = buffer.data, None
-    for position, ranks in enumerate(groups):
-        last = position == len(groups) - 1
+    # Rank (o, i) holds piece i * O + o, so the outer axis fills a contiguous run of the inner one,
+    # which begins at a multiple of its length.
+    piece, start = buffer.data, buffer.range[0]
+    for position, ranks in enumerate(groups, 1):
         length = piece.numel() * lane_of(ranks).size
-        inner = _rank_over(groups[position + 1 :])
-        run = whole[inner * length : (inner + 1) * length]
+        start -= start % max(length, 1)
+        run, last = whole[start : start + length], position == len(groups)
         handle = all_gather_into(run, piece, ranks, async_op=async_op and last)
         piece = run
-    assert handle is not None  # noqa: S101 - there is at least one group
     return handle
 
 
@@ -126,14 +125,6 @@ def reduce(
 
 def _flat(destination: FlatBuffer | torch.Tensor) -> torch.Tensor:
     return destination.data if isinstance(destination, FlatBuffer) else destination
-
-
-def _rank_over(groups: Sequence[ProcessGroup | None]) -> int:
-    """Place of this rank in the product of `groups`; the last one cuts first."""
-    place = 0
-    for ranks in reversed(groups):
-        place = place * lane_of(ranks).size + lane_of(ranks).rank
-    return place
 
 
 def _require_partial(buffer: FlatBuffer, group: ProcessGroup | None) -> None:

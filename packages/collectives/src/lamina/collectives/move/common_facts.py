@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -71,11 +72,8 @@ class Agreement:
     @property
     def numbers(self) -> tuple[int, int]:
         """The digest as two int64."""
-        first, second = self.digest[:8], self.digest[8:]
-        return (
-            int.from_bytes(first, "little", signed=True),
-            int.from_bytes(second, "little", signed=True),
-        )
+        first, second = struct.unpack("<2q", self.digest)
+        return first, second
 
 
 class CommonFacts:

@@ -64,7 +64,9 @@ def main(name: str, words: Sequence[str]) -> int:
     python = virtual or interpreter()
     variables = environment()
     if virtual:
-        variables |= {"VGPU_VALUES": "unknown", "VGPU_DEVICES": str(VIRTUAL_GPUS[name])}
+        devices = str(VIRTUAL_GPUS[name])
+        # Ranks are processes here, and open each other's memory.
+        variables |= {"VGPU_VALUES": "unknown", "VGPU_DEVICES": devices, "VGPU_SHARE": "1"}
     machine, cards = look(python, variables)
     if not cards and not options.rehearse:
         torch, cuda = machine["torch"], machine["CUDA"]

@@ -22,10 +22,10 @@ from lamina.models import (
 )
 from lamina.models.attention.attention import MultiHeadAttention
 
-from .test_huggingface_fields import COMMON, TINY
-
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
+
+from .test_huggingface_fields import COMMON, TINY  # noqa: E402 (it needs transformers too)
 
 FEW = {"num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 0, "eos_token_id": 1}
 FEW |= {"pad_token_id": None, "tie_word_embeddings": False}

@@ -29,6 +29,7 @@ __all__ = ["Part", "main", "parts"]
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / ".virtual-gpu"
 RECORD = ROOT / "docs" / "records" / "virtual-gpu.md"
+BY_HAND = "## From other commands\n"  # what follows in the record stays
 WORLDS = (1, 2, 4, 8)
 MARKED = {
     "step": ("tests/test_gpu.py",),
@@ -99,6 +100,8 @@ def page(chosen: Sequence[Part]) -> Iterator[str]:
     for result in failures:
         reason = json.dumps(result.reason.splitlines()[0][:150]) if result.reason else "no reason"
         yield f"- `{result.case}`: {reason}"
+    _, heading, rest = RECORD.read_text().partition(BY_HAND)
+    yield f"\n{heading}{rest}".rstrip()
 
 
 def main(words: Sequence[str]) -> int:

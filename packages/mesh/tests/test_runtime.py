@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lamina.mesh import HarmfulSettingWarning, ParallelLayout, init_distributed
 from lamina.mesh.engine import EnvironmentVariableError
+from lamina.mesh.watchdog import EXIT_STATUS, end_process
 from lamina_testing import device_type
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
@@ -162,6 +163,22 @@ def torchrun(script: str, *arguments: str, where: Path, timeout: float = 120) ->
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_what_was_printed_into_a_buffer_is_not_lost_with_a_process_that_is_ended(
+    tmp_path: Path,
+) -> None:
+    said = tmp_path / "said"
+    if (child := os.fork()) == 0:
+        try:
+            sys.stdout = said.open("w")
+            print("printed into a buffer")
+            end_process("it still waits")
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == EXIT_STATUS
+    assert said.read_text() == "printed into a buffer\n"
 
 
 FAILS_AT_FIRST = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import traceback
 import warnings
@@ -28,7 +27,7 @@ from lamina.mesh.process_groups import (
 )
 from lamina.mesh.rendezvous import open_store
 from lamina.mesh.variables import Environment, environment
-from lamina.mesh.watchdog import EXIT_STATUS, Watchdog
+from lamina.mesh.watchdog import Watchdog, end_process
 
 __all__ = ["HarmfulSettingWarning", "Runtime", "init_distributed"]
 
@@ -117,8 +116,7 @@ def _end_process(limit: float, error: BaseException | None) -> None:
     if error is not None:  # nobody else would show it
         traceback.print_exception(error)
     text = f"lamina.mesh: the process groups did not end within {limit:g} s: the process ends"
-    print(text, file=sys.stderr, flush=True)
-    os._exit(EXIT_STATUS)
+    end_process(text)
 
 
 def init_distributed(

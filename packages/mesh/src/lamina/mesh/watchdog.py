@@ -39,7 +39,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, but
 from lamina.mesh.host_watch import BEAT, HostWatch, text_of
 from lamina.mesh.waits import Activity, Alarms, OwnWaits
 
-__all__ = ["EXIT_STATUS", "Watchdog"]
+__all__ = ["EXIT_STATUS", "Watchdog", "end_process"]
 
 EXIT_STATUS = 70
 """Exit status of a rank that waited for one that is gone, until the watchdog ended it."""
@@ -47,6 +47,15 @@ FINISHED = "it has finished"
 _PATIENCE = 5.0
 _ENDS_WITHIN = 2.0
 _SILENCE_AFTER_FAILURE = 6.0
+
+
+def end_process(text: str) -> None:
+    """Say why and end the process, whichever thread calls, with all that was printed before."""
+    # The process ends in any case: the program may have closed its outputs.
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    os._exit(EXIT_STATUS)
 
 
 class _Silence:
@@ -310,8 +319,7 @@ class Watchdog:
                 return
             stack = "".join(traceback.format_stack(stuck[0])[-3:])
             text = f"{self._here} ends, as it still waits: {lost}\n{stack}"
-            print(text, file=sys.stderr, flush=True)
-            os._exit(EXIT_STATUS)
+            end_process(text)
 
     def _look_at_waits(self) -> None:
         if self.lost is None and self._alarms.due():

@@ -329,6 +329,7 @@ EXAMPLES = {
     "four_axes": "four_axes.py",
     "custom_stack": "custom_stack/train.py --steps 5",
     "own_layer": "own_layer/train.py --steps 5",
+    "huggingface": "huggingface/train.py --steps 3 --output {folder}/{{job}}",
     "mamba": "mamba/train.py --steps 3",
     "moe": "moe/train.py --steps 3",
     "multimodal": "multimodal/train.py --steps 3",
@@ -344,6 +345,12 @@ def ends_with_status_0(jobs: int, busy: int, *program: str) -> None:
     assert run.stdout.startswith(f"{jobs} of {jobs} jobs"), run.stdout + run.stderr[-4000:]
 
 
+def test_every_example_is_among_the_jobs():
+    found = {path.relative_to(ROOT / "examples").as_posix() for path in ROOT.glob("examples/*.py")}
+    found |= {f"{path.parent.name}/train.py" for path in ROOT.glob("examples/*/train.py")}
+    assert found == {words.split()[0] for words in EXAMPLES.values()}
+
+
 @pytest.mark.slow
 def test_200_jobs_beside_twelve_busy_loops_end_with_status_0():
     ends_with_status_0(200, 12)
@@ -352,6 +359,8 @@ def test_200_jobs_beside_twelve_busy_loops_end_with_status_0():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_and_the_main_job_end_with_status_0_on_a_busy_machine(name, tmp_path, monkeypatch):
+    if name == "huggingface":
+        pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     words = EXAMPLES[name].format(examples=ROOT / "examples", folder=tmp_path).split()
     ends_with_status_0(5, 12, str(ROOT / "examples" / words[0]), *words[1:])

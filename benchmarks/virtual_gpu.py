@@ -6,9 +6,11 @@
 Rank 0 of a world plays a Llama in plain torch, 1 x 8,192 tokens, bf16 over fp32, fused AdamW,
 clipping. 70b is cut over 8 ranks of tp, 30b-moe has 128 experts that a forced router loads evenly;
 both compute each block again in backward. The other ranks do not exist. Memory is what torch's
-caching allocator takes. Seconds
-are of the virtual clock, whose rates are data sheets' and not calibrated. Megatron-FSDP takes part
-where `pip install megatron-fsdp==0.6.1` was run in `.nox/virtual-gpu`.
+caching allocator takes. Seconds are of the virtual clock, whose rates are data sheets' and not
+calibrated. Peers take part where they are installed, in a copy of `.nox/virtual-gpu`:
+`megatron-fsdp==0.6.1`, `deepspeed` (with `DS_BUILD_OPS=0 pip install --no-build-isolation`), and
+torchtitan's sources in PYTHONPATH, with tyro and spmd_types. `--no-deps` keeps NVIDIA's libraries
+out of the stand-ins' place.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import json
 import subprocess
 import sys
 
-ENGINES = ("fsdp2", "megatron-fsdp", "lamina-3")
+ENGINES = ("fsdp2", "torchtitan", "megatron-fsdp", "deepspeed", "lamina-3")
 # Size, ranks, further words of a step.
 ROWS = (
     ("1b", 8, ()),

@@ -308,6 +308,36 @@ def fsdp2(model: Llama, place: Place, settings: dict[str, object]) -> Engine:
     return model, adamw(model)
 
 
+def torchtitan(model: Llama, place: Place, settings: dict[str, object]) -> Engine:
+    """FSDP2 by the function of torchtitan's own recipe; it takes modules by torchtitan's names."""
+    from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+
+    layers = {str(number): block for number, block in enumerate(model.blocks)}
+    names = {"tok_embeddings": model.embedding, "lm_head": model.head, "layers": layers}
+    vars(model).update(names, enable_weight_tying=False)  # not registered a second time
+    mesh = dist.init_device_mesh("cuda", place.sizes[1:], mesh_dim_names=("dp", "tp"))
+    apply_fsdp_to_decoder(model, mesh["dp"], bf16, fp32, pp_enabled=False)
+    model.to_empty(device="cuda")
+    return model, adamw(model)
+
+
+def deepspeed(model: Llama, place: Place, settings: dict[str, object]) -> Engine:
+    """DeepSpeed's ZeRO-3; its engine has the backward, the clipping and the step."""
+    import deepspeed as peer
+
+    model = model.to_empty(device="cuda").to(bf16)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "communication_data_type": "fp32",
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "overlap_comm": True, **settings},
+    }
+    engine, optimizer, *_ = peer.initialize(model=model, optimizer=adamw(model), config=config)
+    return engine, optimizer
+
+
 def lamina(model: Llama, place: Place, settings: dict[str, object], strategy: int) -> Engine:
     """`lamina.fsdp.fully_shard` with a strategy."""
     from lamina.fsdp import MixedPrecisionPolicy, fully_shard
@@ -373,6 +403,8 @@ def strategy(number: int) -> Maker:
 
 ENGINES: dict[str, Maker] = {
     "fsdp2": fsdp2,
+    "torchtitan": torchtitan,
+    "deepspeed": deepspeed,
     "megatron-fsdp": megatron_fsdp,
     "torch-ddp": torch_ddp,
     "lamina-ddp": lamina_ddp,
@@ -470,6 +502,10 @@ def measure(words: argparse.Namespace) -> dict[str, object]:
         del logits
         for hook in loss_hook:
             loss.register_hook(hook)
+        if words.engine == "deepspeed":
+            engine.backward(loss)
+            engine.step()
+            return
         loss.backward()
         nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
         optimizer.step()

@@ -76,7 +76,7 @@ def test_a_job_of_one_rank_has_one_host_whatever_the_variable_says(monkeypatch):
         assert ParallelLayout().build("cpu").describe().startswith("1 rank on cpu, this is rank 0")
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, backend="gloo")
 def test_groups_over_hosts_have_the_backend_of_their_group(monkeypatch):
     monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")
     group = dist.new_group(backend="cpu:gloo")  # the job's serves CUDA too

@@ -19,6 +19,7 @@ from lamina.models import (
     tensor_parallel_plan,
     to_huggingface,
 )
+from lamina.models.decoder.splice import image_positions
 from lamina.models.vision import VisionTransformer, cut_patches
 from lamina_testing import device_type
 
@@ -156,6 +157,13 @@ def test_a_decoder_with_experts_and_mamba_reads_images_and_leaves_padding_out():
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
     assert model.language.blocks[0].mlp.router.latest.chosen.sum() == 2 * 2 * 7
+
+
+def test_a_default_device_does_not_move_what_finds_the_places_of_images():
+    tokens = torch.tensor([[7, 7, 1]])
+    with torch.device("meta"):
+        positions = image_positions(tokens, 7, [2])
+    assert positions[0, :2].tolist() == [0, 1]
 
 
 def test_text_without_images_is_the_decoders_own():

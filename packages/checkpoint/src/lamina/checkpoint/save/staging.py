@@ -96,7 +96,7 @@ class Stage:
         old = self._buffers.get(item.index)
         if old is not None and old.shape == sizes and old.dtype == dtype:
             return old
-        return torch.empty(sizes, dtype=dtype, pin_memory=torch.cuda.is_available())
+        return torch.empty(sizes, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
     def finished(self, offered: Signature, assigned: frozenset[MetadataIndex]) -> None:
         """Remember what fell to this rank, and let go of buffers for the rest."""

@@ -75,7 +75,7 @@ def image_positions(tokens: Tensor, image_token: int, counts: Sequence[int]) -> 
     # If every run begins with the first vector of an image, every run also ends with the last
     # vector of one. So each run, and each sequence, holds whole images.
     # Pinned: a copy from other memory would make the host wait once more.
-    inside = torch.ones(sum(counts) + 1, dtype=torch.bool, pin_memory=tokens.is_cuda)
+    inside = torch.ones(sum(counts) + 1, dtype=torch.bool, device="cpu", pin_memory=tokens.is_cuda)
     inside[list(accumulate(counts, initial=0))] = False
     inside = inside.to(tokens.device, non_blocking=True)
     wrong = starts & inside[number.clamp(0, sum(counts))]

@@ -274,6 +274,32 @@ def test_patterns_keep_parameters_in_full_precision(ranks):
         assert model.table is model.same
 
 
+class Listed(nn.Module):
+    """Its weights lie in containers, which nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = nn.ParameterList([torch.rand(8, 8)])
+        self.scales = nn.ParameterDict({"out": torch.rand(8)})
+
+    def forward(self, x):
+        return x @ self.matrices[0] * self.scales["out"]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_a_module_whose_lists_are_kept_in_full_precision_computes_in_it(strategy, ranks):
+    policy = MixedPrecisionPolicy(param_dtype=BF16, keep_full_precision=["0.*"])
+    model, x = nn.Sequential(Listed(), nn.Linear(8, 8)), torch.randn(2, 8)
+    with torch.no_grad():
+        wanted = model[0](x.to(BF16).float()).to(BF16)
+    model = fully_shard(model, mixed_precision_policy=policy, zero_dp_strategy=strategy)
+    outputs = []
+    model[0].register_forward_hook(lambda _, __, output: outputs.append(output))
+    model(x).sum().backward()
+    assert torch.equal(outputs[0], wanted)
+
+
 @pytest.mark.ranks(1)
 def test_a_pattern_that_matches_nothing_is_refused(ranks):
     policy = MixedPrecisionPolicy(param_dtype=BF16, keep_full_precision=["*norm*", "*layernorm*"])

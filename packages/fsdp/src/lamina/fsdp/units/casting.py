@@ -74,7 +74,7 @@ def keep_modules(
     for module in modules:
         if getattr(module, "casts_itself", False):
             continue
-        own = [p for p in module._parameters.values() if p is not None]
+        own = _read_by(module)
         # One kept and one narrow weight in a module: it has to say itself what it computes in.
         if own and all(id(parameter) in kept for parameter in module.parameters()):
             wide = own[0].dtype
@@ -82,6 +82,15 @@ def keep_modules(
                 hooks = _Cast(narrow, wide)
                 module.register_forward_pre_hook(hooks.before, with_kwargs=True)
                 module.register_forward_hook(hooks.after, always_call=True)  # also if it raises
+
+
+def _read_by(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a module's own forward reads: those of its lists and dictionaries too.
+
+    Nobody calls a `ParameterList`, so hooks on one would never run.
+    """
+    lists = [m for m in module.children() if isinstance(m, nn.ParameterList | nn.ParameterDict)]
+    return [p for holder in (module, *lists) for p in holder.parameters(recurse=False)]
 
 
 class _Cast:

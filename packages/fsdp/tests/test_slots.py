@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamina.buffers import StaleStorageError
-from lamina.buffers.pool.slots import MemoryBlock
+from lamina.buffers.pool.pool import MemoryBlock
 from lamina.buffers.storage_access import access_of
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard

@@ -25,7 +25,8 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import torch
 
 from lamina.buffers.layout.layout import BufferLayout
-from lamina.buffers.pool.slots import MemoryBlock, Slots
+from lamina.buffers.pool.slots import ConflictGraph, SlotPlan, color_slots
+from lamina.buffers.storage_access import access_of
 
 __all__ = ["MemoryBlock", "SavedTensorGuard", "ScratchBuffers", "StaleStorageError", "StoragePool"]
 
@@ -38,6 +39,157 @@ _WASTE = 1.25
 
 class StaleStorageError(RuntimeError):
     """A view of pooled storage is used while its memory does not hold its key's content."""
+
+
+class MemoryBlock:
+    """A piece of memory: one key's own, or a slot (`fixed`) that several keys share.
+
+    The keys' tensors view its `storage`, of `nbytes` bytes, or of none while an own block is
+    released. A block in which nobody lives (`owner`) refuses access. Whoever reads it through a
+    tensor that was kept gets the error `released`, and not a crash or what another key has left
+    there. With `poison`, released bytes become 0xFF and are kept, instead of being given back or
+    refused.
+    """
+
+    def __init__(
+        self, device: torch.device, nbytes: int, released: str, *, fixed: bool, poison: bool
+    ) -> None:
+        made = torch.empty(nbytes if fixed else 0, dtype=torch.uint8, device=device)
+        self.storage = made.untyped_storage()
+        self.nbytes, self.fixed, self.poison = nbytes, fixed, poison
+        self.owner: Key | None = None
+        self.access = access_of(self.storage, released)
+        self.release()
+
+    def grow(self) -> None:
+        """Take the bytes. What they hold is undefined (0xFF under poison)."""
+        self.access.allow()  # first, as torch would refuse to resize it, too
+        if self.storage.nbytes() != self.nbytes:
+            self.storage.resize_(self.nbytes)
+            if self.poison:
+                self._fill()
+
+    def release(self) -> None:
+        """Nobody lives here any longer: give an own block's bytes back, keep a slot's."""
+        self.owner = None
+        if self.poison:
+            self._fill()
+            return
+        if not self.fixed:
+            self.storage.resize_(0)
+        self.access.refuse()
+
+    def empty(self) -> None:
+        """Give back the bytes, under poison too."""
+        self.access.allow()
+        self.storage.resize_(0)
+        self.access.refuse()
+
+    def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor over the block, with a version counter of its own."""
+        # Autograd could never save an inference tensor for backward.
+        with torch.inference_mode(False), torch.no_grad():
+            made = torch.empty(0, dtype=dtype, device=self.storage.device)
+            nbytes = self.storage.nbytes()
+            self.access.allow()
+            made.set_(self.storage, 0, (numel,), (1,))
+            if self.storage.nbytes() != nbytes:
+                self.storage.resize_(nbytes)  # set_ gives a storage that is too small its bytes
+            if self.owner is None and not self.poison:
+                self.access.refuse()
+        return made
+
+    def _fill(self) -> None:
+        if self.storage.nbytes():
+            self.view(self.nbytes, torch.uint8).fill_(0xFF)
+
+
+class Slots:
+    """The slots of one pool, and which of its keys were seen live together.
+
+    `make` makes one, from its bytes and the message for reads of it while it is empty. `context` is
+    entered once around the allocation of all new slots of a plan.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int, str], MemoryBlock],
+        context: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self.blocks: list[MemoryBlock] = []
+        """The slots that there are."""
+        self._make = make
+        self._context = context
+        self._conflicts: ConflictGraph = {}
+        self._homes: dict[Key, MemoryBlock] = {}
+        self._observing = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def observe(self, key: Key, live: Iterable[Key]) -> None:
+        """A key comes to life beside those that live."""
+        for other in live if self._observing else ():
+            self._conflicts.setdefault(key, set()).add(other)
+            self._conflicts.setdefault(other, set()).add(key)
+
+    @contextmanager
+    def not_observing(self) -> Iterator[None]:
+        """Keys may be live together in here as in no step."""
+        before, self._observing = self._observing, False
+        try:
+            yield
+        finally:
+            self._observing = before
+
+    def forget(self, key: Key) -> None:
+        """A key is no longer the pool's."""
+        self._conflicts.pop(key, None)
+        self._homes.pop(key, None)
+        for others in self._conflicts.values():
+            others.discard(key)
+
+    def plan(
+        self,
+        sizes: Mapping[Key, int],
+        conflicts: Mapping[Key, Iterable[Key]],
+        released: Mapping[Key, str],
+        *,
+        dedicated: bool,
+    ) -> dict[Key, MemoryBlock]:
+        """Make slots for keys of these sizes, in bytes: the slot of each key that has one.
+
+        Conflicts that were observed count beside those given. A slot whose size and keys are
+        unchanged stays as it is. `released` are messages for reads of an empty slot.
+        """
+        graph = {key: set(others) for key, others in self._conflicts.items()}
+        for key, others in conflicts.items():
+            graph.setdefault(key, set()).update(others)
+        plans = color_slots(sizes, graph, dedicated=dedicated)
+        # A slot that stays keeps its address, its tensors and what autograd saved of them.
+        kept = [(plan, self._slot_like(plan)) for plan in plans]
+        unchanged = [block for _, block in kept if block is not None]
+        for block in self.blocks:
+            if block not in unchanged:
+                block.empty()
+        self.blocks, self._homes = [], {}
+        # Memory that goes is given back before new is taken: a new plan needs no room for both.
+        with nullcontext() if all(block for _, block in kept) else self._context():
+            for plan, same in kept:
+                block = same or self._make(plan.nbytes, released[plan.keys[0]])
+                self.blocks.append(block)
+                self._homes.update(dict.fromkeys(plan.keys, block))
+        return self._homes
+
+    def _slot_like(self, plan: SlotPlan) -> MemoryBlock | None:
+        """The slot there is for just these keys, if its size is right."""
+        block = self._homes.get(plan.keys[0])
+        if block is None or block.nbytes != plan.nbytes:
+            return None
+        keys = {key for key, home in self._homes.items() if home is block}
+        return block if keys == set(plan.keys) else None
 
 
 @dataclass(eq=False)

@@ -200,7 +200,7 @@ BUGS = [
     Bug(
         "a flipped bit in a checkpoint is loaded",
         "checkpoint/load/reader.py",
-        "if expected is None or expected.crc32 != found or expected.bytes != length:",
+        "if expected is None or expected.crc32 != crc or expected.bytes != length:",
         "if expected is None:",
         "checkpoint/tests/test_damage.py::test_a_flipped_bit_anywhere_is_found_named_and_loads_nothing",
     ),

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from lamina.buffers.pool import pool as pools
-from lamina.buffers.pool import slots
 from lamina.collectives.call import collective
 from lamina.collectives.reduction.ordered import OrderedReduction
 from lamina.ddp.backward.gradient_hooks import BackwardStream
@@ -175,7 +174,7 @@ def test_an_optimizer_that_does_not_wait_for_its_gradients_is_seen():
 
 def test_a_prefetch_into_a_slot_that_backward_still_reads_is_seen(monkeypatch):
     """All units get one slot, and nobody asks who lives there."""
-    color = slots.color_slots
+    color = pools.color_slots
 
     def one_for_all(sizes, conflicts, **options):
         return color(sizes, {}, **options)
@@ -183,7 +182,7 @@ def test_a_prefetch_into_a_slot_that_backward_still_reads_is_seen(monkeypatch):
     def move_in(pool, entry, epoch):
         return entry.block
 
-    monkeypatch.setattr(slots, "color_slots", one_for_all)
+    monkeypatch.setattr(pools, "color_slots", one_for_all)
     monkeypatch.setattr(pools.StoragePool, "_fall_back", move_in)
     with (
         recorded_order(scenarios.RANKS) as recording,

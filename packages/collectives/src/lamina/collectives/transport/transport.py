@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from lamina.collectives.compat import all_gather_single
-from lamina.collectives.transport.gloo_exchange import Chunk, GlooExchange, GlooRoute, bounds_of
+from lamina.collectives.transport.gloo_exchange import Chunk, GlooExchange, GlooRoute
 from lamina.collectives.transport.groups import served_by_gloo
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.peer_windows import PeerChunks, PeerRoute
@@ -170,8 +170,9 @@ class _BackendRoute:
     def __init__(self, group: ProcessGroup, piece: int, total: int, device: torch.device) -> None:
         self._ref, self._size, self._rank = GroupRef(group), group.size(), group.rank()
         self._device, self._by_backend = device, not served_by_gloo(group, device)
-        bounds = (bounds_of(at, piece, total) for at in range(self._size))
-        self._lengths = [stop - start for start, stop in bounds]
+        # Without a call for each rank: there may be thousands. The last piece may be shorter.
+        full, rest = divmod(total, max(piece, 1))
+        self._lengths = ([piece] * full + [rest] + [0] * self._size)[: self._size]
         self._room = [self._lengths[self._rank]] * self._size
 
     def gather(

@@ -327,7 +327,6 @@ def check_environment(
     """
     variables = env if env is not None else environment()
     place = machine if machine is not None else Machine.inspect()
-    # A variable that cannot be read ends one check and not the others.
     problems = settings_problems(variables)
     checks: list[Callable[[], object]] = [partial(read_launch, variables)]
     # A variable that cannot be read ends one check and not the others.

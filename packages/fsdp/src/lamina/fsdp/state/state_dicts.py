@@ -146,13 +146,15 @@ def _whole_state(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
         like the parameter either. So the rank that steps a tensor sends its state to the others.
         After a load all ranks have state of such a tensor, and that rank's is the one in use.
     """
-    result = dict(state)
+    shared, sent = dict(state), {}
     for index, parameter in enumerate(_parameters(optimizer)):
         if type(optimizer) not in ELEMENTWISE and isinstance(parameter, ShardedTensor):
             holds = [stop - start == parameter.numel() > 0 for start, stop in parameter.extents()]
             if parameter.spec.is_cut and any(holds):
-                result[index] = _sent_by(holds.index(True), parameter, result.pop(index, {}))
-    return {index: _whole_tree(values) for index, values in result.items() if values}
+                values = _sent_by(holds.index(True), parameter, shared.pop(index, {}))
+                # A parameter that was never stepped has no state, and no entry.
+                sent.update({index: values} if values else {})
+    return {**{index: _whole_tree(values) for index, values in shared.items()}, **sent}
 
 
 def _sent_by(source: int, parameter: ShardedTensor, state: dict[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["SimulatedNetwork", "simulated_world"]
-
 GATHERS = ("_allgather_base", "all_gather_single", "allgather", "allgather_into_tensor_coalesced")
 SCATTERS = ("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced")
 EXCHANGES = ("alltoall", "alltoall_base", "all_to_all_single")

@@ -17,22 +17,6 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
-__all__ = [
-    "HOUSE",
-    "LAYERS",
-    "NOX",
-    "ROOT",
-    "SUB_FACES",
-    "VERSION",
-    "in_one_line",
-    "locked",
-    "make_venv",
-    "ready",
-    "start",
-    "write_lent",
-    "write_torchrun",
-]
-
 ROOT = Path(__file__).resolve().parents[1]
 HOUSE = ROOT / ".nox"
 NOX = "nox>=2025.5.1"  # the first with `requires=` that also waits for parametrised sessions

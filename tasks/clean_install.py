@@ -17,15 +17,6 @@ from pathlib import Path
 
 from tasks.bootstrap import LAYERS, ROOT
 
-__all__ = [
-    "build_wheels",
-    "closure",
-    "gather",
-    "layers_of",
-    "make_environment",
-    "unpack",
-]
-
 
 def closure(*names: str) -> dict[str, importlib.metadata.Distribution]:
     """Return the installed distributions that `names` need, extras left out, by name."""

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from tasks.bootstrap import LAYERS, ROOT
 
-__all__ = ["MOST_ATTRIBUTES", "MOST_METHODS", "Count", "count", "count_layer"]
-
 ENGINE = LAYERS[:5]
 MOST_ATTRIBUTES, MOST_METHODS = 15, 25
 
@@ -61,7 +59,7 @@ def count(source: str) -> Count:
     strings, bodies = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            strings |= lines_of(node) if isinstance(node.value.value, str) else set()
+            strings |= _lines_of(node) if isinstance(node.value.value, str) else set()
         elif isinstance(node, Functions):
             bodies |= set(range(node.body[0].lineno, (node.end_lineno or 0) + 1))
     found = Count()
@@ -77,23 +75,23 @@ def count(source: str) -> Count:
     found.comments = len(comments & bodies)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            attributes, methods = set(attributes_of(node)), len(methods_of(node))
+            attributes, methods = set(attributes_of(node)), len(_methods_of(node))
             if len(attributes) > MOST_ATTRIBUTES or methods > MOST_METHODS:
                 found.large.append((node.name, len(attributes), methods))
     return found
 
 
-def lines_of(node: ast.stmt) -> set[int]:
+def _lines_of(node: ast.stmt) -> set[int]:
     return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
 
 
-def methods_of(tree: ast.ClassDef) -> list[Functions]:
+def _methods_of(tree: ast.ClassDef) -> list[Functions]:
     return [node for node in tree.body if isinstance(node, Functions)]
 
 
 def attributes_of(tree: ast.ClassDef) -> Iterator[str]:
     """What a class stores of itself; a dataclass of settings, which has no methods, stores none."""
-    methods = methods_of(tree)
+    methods = _methods_of(tree)
     for node in tree.body if methods else ():
         match node:
             case ast.AnnAssign(target=ast.Name(name)) if "ClassVar" not in ast.unparse(node):
@@ -110,11 +108,12 @@ def count_layer(layer: str) -> dict[Path, Count]:
     return {path.relative_to(top): count(path.read_text()) for path in sorted(top.rglob("*.py"))}
 
 
-def row(title: object, found: Count) -> str:
+def _row(title: object, found: Count) -> str:
     return f"{title!s:60} {found.code:7,} {found.per_hundred:9.1f}"
 
 
 def main(asked: list[str]) -> None:
+    """Print a row for each layer, or for each file of the layers that are asked for."""
     print(f"{'':60} {'code':>7} {'comments':>9}")
     engine = Count()
     for layer in asked or LAYERS:
@@ -123,12 +122,12 @@ def main(asked: list[str]) -> None:
         engine = engine + whole if layer in ENGINE else engine
         for path, found in files.items() if asked else ():
             if found.code:
-                print(row(f"  {path}", found))
-        print(row(layer, whole))
+                print(_row(f"  {path}", found))
+        print(_row(layer, whole))
         for name, attributes, methods in whole.large:
             print(f"  {name} has {attributes} attributes and {methods} methods")
     if not asked:
-        print(row("mesh to fsdp", engine))
+        print(_row("mesh to fsdp", engine))
 
 
 if __name__ == "__main__":

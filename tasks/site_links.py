@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["on_files", "on_page_markdown"]
-
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)")
 TEXT = (".md", ".py", ".toml", ".txt", ".yml", ".yaml", ".cfg", ".sh")

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from tasks.bootstrap import LAYERS, ROOT
 
-__all__ = ["in_range", "lowest_bounds", "range_of_tree", "supported"]
-
 
 def requirements(root: Path = ROOT) -> Iterator[str]:
     """Yield what the packages require of others, extras included."""

@@ -17,7 +17,15 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import PurePosixPath
 
 import pytest
-from source_trees import LAYERS, ROOT, lamina_imports, public_face, source_of, sub_faces
+from source_trees import (
+    LAYERS,
+    ROOT,
+    lamina_imports,
+    names_of,
+    public_face,
+    source_of,
+    sub_faces,
+)
 
 # The floors of each layer from the ground up: its folders, and the files beside them. A floor
 # imports only from those before it. mesh is one flat folder; the circle rule is enough for it.
@@ -229,18 +237,17 @@ def no_small_file_serves_one_sibling(house: House) -> Iterator[str]:
 # ------------------------------------------------------------------------ faces
 
 
-def modules_say_what_they_show(house: House) -> Iterator[str]:
+def faces_alone_list_names(house: House) -> Iterator[str]:
+    """A face has an `__all__`. In another file an underscore says what is the file's own."""
+    doors = {f"{layer}/{room}" for layer in LAYERS for room in sub_faces(layer).values()}
     for path, tree in house.trees.items():
-        assigned = [
-            target
-            for node in tree.body
-            if isinstance(node, ast.Assign | ast.AnnAssign)
-            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        ]
-        shown = any(isinstance(name, ast.Name) and name.id == "__all__" for name in assigned)
-        holds = [node for node in tree.body if not isinstance(node, ast.Expr)]
-        if holds and not shown and stem_of(path) != "__main__":
-            yield f"{path}: no __all__"
+        listed = public_face(house.sources[path])
+        if is_face(path) or path in doors:
+            holds = [node for node in tree.body if not isinstance(node, ast.Expr)]
+            if holds and not listed and stem_of(path) != "__main__":
+                yield f"{path}: no __all__"
+        elif listed and not listed & set(names_of(tree)):
+            yield f"{path}: an __all__ of its own names; an underscore says what is not for others"
 
 
 def code_of(page: str, text: str) -> str:
@@ -406,7 +413,7 @@ RULES: dict[str, Callable[[House], Iterator[str]]] = {
         files_form_no_circle,
         folders_form_no_circle,
         no_small_file_serves_one_sibling,
-        modules_say_what_they_show,
+        faces_alone_list_names,
         public_names_are_for_users,
         file_names_mean_one_thing,
         dead_words_stay_dead,
@@ -597,8 +604,12 @@ PLANTED: dict[str, tuple[str, House, str]] = {
         House(planted(ddp__group__b="x = 1", ddp__engine=IMPORT.format("group.b"))),
         "ddp/group/b.py: 1 lines that a face alone shows",
     ),
-    "module without __all__": (
-        "modules_say_what_they_show", House(planted(ddp__group__a="def f(): ...")), "ddp/group/a",
+    "face without __all__": (
+        "faces_alone_list_names", House(planted(ddp__engine="def f(): ...")), "ddp/engine.py: no",
+    ),
+    "module with an __all__ of its own names": (
+        "faces_alone_list_names",
+        House(planted(ddp__group__a="__all__ = ['f']\ndef f(): ...")), "ddp/group/a",
     ),
     "public name that nothing names": (
         "public_names_are_for_users",
@@ -721,8 +732,12 @@ ALLOWED: dict[str, tuple[str, House]] = {
         "no_small_file_serves_one_sibling",
         House(planted(ddp__a__b=LONG, ddp__a__d="from lamina.ddp.a import b")),
     ),
+    "module that shows another's names": (
+        "faces_alone_list_names",
+        House(planted(ddp__group__a="from x import f\n__all__ = ['f']")),
+    ),
     "folder marker without __all__": (
-        "modules_say_what_they_show", House({"ddp/a/__init__.py": '"""What this folder is."""'}),
+        "faces_alone_list_names", House({"ddp/a/__init__.py": '"""What this folder is."""'}),
     ),
     "public name on a page": (
         "public_names_are_for_users",

@@ -23,8 +23,6 @@ from tasks.elsewhere.pythons import interpreters, of_the_system, version_of
 from tasks.elsewhere.record import Row, add
 from tasks.torches import supported
 
-__all__ = ["main"]
-
 # What they are called, their words, and what they print.
 FIRST_RUNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("the first run", ("--train.steps", "20"), "finished 20 steps"),

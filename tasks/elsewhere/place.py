@@ -21,8 +21,6 @@ from typing import IO, Any, cast
 
 from tasks.bootstrap import ROOT, ready
 
-__all__ = ["Place", "made"]
-
 USER = "nobody"
 # What another machine has of pip: where packages come from. Its caches and its habits it has not.
 PIP = (

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from tasks.bootstrap import HOUSE, ready
 
-__all__ = ["interpreters", "of_the_system", "promised", "version_of"]
-
 SYSTEM = Path("/usr/bin/python3")
 FIRST, LAST = 11, 14  # minor versions of Python 3: those that torch has
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from tasks.bootstrap import ROOT
 
-__all__ = ["RECORD", "Row", "add"]
-
 RECORD = ROOT / "docs" / "records" / "elsewhere.md"
 HEAD = """# Elsewhere
 

@@ -23,8 +23,6 @@ from tasks.hardware.plan import Step, choose, gpu, validate
 from tasks.hardware.report import Report
 from tasks.hardware.running import Outcome, run_all, run_step
 
-__all__ = ["main"]
-
 PLANS = {"gpu": (gpu, 9.0), "validate": (validate, 240.0)}  # and minutes for all of it
 RECORD = ROOT / "docs" / "records" / "hardware.json"
 DRIVER = Path("/dev/nvidiactl")

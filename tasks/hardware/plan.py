@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from tasks.bootstrap import LAYERS
 
-__all__ = ["Step", "choose", "gpu", "parts", "validate"]
-
 # The first word of a command, and what stands for it. `python` is the one that has torch. Without
 # an address torchrun's ranks look for each other under the machine's name, for minutes where a
 # machine without a network has none for it.

@@ -12,8 +12,6 @@ from typing import Any
 from tasks.hardware.plan import Step
 from tasks.hardware.running import Outcome
 
-__all__ = ["Report"]
-
 
 @dataclass
 class Report:

@@ -17,8 +17,6 @@ from typing import Any
 from tasks.bootstrap import ROOT
 from tasks.hardware.plan import Step
 
-__all__ = ["Outcome", "run_all", "run_step"]
-
 OUTCOME_OF_A_TEST = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.M)
 NAME_OF_A_TEST = re.compile(r"^(\S+::\S.*)$", re.M)
 MOST_LINES = 150  # of a step's output in the report

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from tasks.matrix.cover import in_shard
 
-__all__ = ["BACKENDS", "WORLDS", "Cell", "Devices", "Planned", "Torch", "choose", "plan"]
-
 BACKENDS = ("gloo", "nccl")
 WORLDS = (1, 2, 4, 8)
 DRIVER = Path("/dev/nvidiactl")

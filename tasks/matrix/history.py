@@ -20,8 +20,6 @@ from typing import Any
 from tasks.matrix.cells import Cell
 from tasks.matrix.record import Result, read_results
 
-__all__ = ["CellFiles", "Run", "load", "merge", "save", "state_of"]
-
 OUTCOMES = ("passed", "failed", "skipped")
 
 

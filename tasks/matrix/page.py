@@ -14,8 +14,6 @@ from tasks.matrix.cells import BACKENDS, WORLDS, Planned
 from tasks.matrix.history import Run, save
 from tasks.matrix.running import Ended, count_cells
 
-__all__ = ["compatibility", "junit", "markdown", "to_html", "write"]
-
 COLUMNS = tuple((backend, world) for backend in BACKENDS for world in WORLDS)
 MADE_BY = "Made by `python3 noxfile.py -s matrix -- --keep`; don't edit."
 

@@ -17,8 +17,6 @@ from tasks.bootstrap import LAYERS
 from tasks.matrix.cells import Cell, Devices, Planned, Torch
 from tasks.matrix.history import OUTCOMES, CellFiles, Run, commit_of, state_of
 
-__all__ = ["Bench", "Ended", "Progress", "count_cells"]
-
 NO_TESTS = 5  # pytest's exit code
 HEARTBEAT = 30.0  # seconds between lines, where the output is no terminal
 TAIL = 25  # lines of a log that are shown when pytest did not get to its tests

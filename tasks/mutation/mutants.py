@@ -8,8 +8,6 @@ from pathlib import Path
 
 from tasks.mutation.tracer.lamina_blocks import blocks_of
 
-__all__ = ["KINDS", "Mutant", "is_program", "mutants_of", "mutants_of_text"]
-
 KINDS = {
     "condition": "a condition negated, a comparison or `and` turned, True for False",
     "sign": "plus for minus, a minus dropped",
@@ -83,7 +81,7 @@ def one_line(text: str) -> str:
     return words if len(words) <= 60 else words[:57] + "..."
 
 
-class Finder(ast.NodeVisitor):
+class _Finder(ast.NodeVisitor):
     """Collects the faults of one module."""
 
     def __init__(self, file: str, text: str, tree: ast.Module) -> None:
@@ -252,7 +250,7 @@ def is_text(node: ast.expr) -> bool:
 def mutants_of_text(file: str, text: str) -> list[Mutant]:
     """Return the faults of a module, each once, in the order of their places."""
     tree = ast.parse(text)
-    finder = Finder(file, text, tree)
+    finder = _Finder(file, text, tree)
     finder.visit(tree)
     return sorted(set(finder.found))
 

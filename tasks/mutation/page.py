@@ -13,8 +13,6 @@ from pathlib import Path
 from tasks.matrix.history import commit_of
 from tasks.mutation.mutants import KINDS, Mutant
 
-__all__ = ["Conditions", "Verdict", "explanation", "keep", "show"]
-
 OUTCOMES = ("died", "lived", "never entered")
 EXPLAINED = Path(__file__).with_name("explained.toml")
 PAGE = """\

@@ -29,8 +29,6 @@ from tasks.matrix.record import read_results
 from tasks.mutation.mutants import KINDS, Mutant, is_program, mutants_of
 from tasks.mutation.page import Conditions, Verdict, keep, show
 
-__all__ = ["Entered", "Field", "try_mutant"]
-
 TRACER = Path(__file__).parent / "tracer"
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 SLACK = 60.0  # seconds beyond what the tests take: a hang is ended by the tests' own timeouts

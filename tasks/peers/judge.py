@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tasks.matrix.record import Result
 
-__all__ = ["VERDICTS", "Judgement", "Reason", "by_verdict", "judge", "one_line", "reasons"]
-
 VERDICTS = {
     "holds": "the test passes over Lamina",
     "refused": "Lamina raises an error that says what to do instead",

@@ -28,8 +28,6 @@ from tasks.matrix.record import Result, read_results
 from tasks.peers.judge import VERDICTS, Judgement, by_verdict, judge, one_line, reasons
 from tasks.peers.substitute import internal_tests, substitute, wraps
 
-__all__ = ["SUITES", "TestFile", "files_of", "run_file"]
-
 SHIMS = Path(__file__).parent / "shims"
 TESTS = "test/distributed"
 SUITES = ("fsdp2", "ddp", "dcp")

@@ -8,8 +8,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-__all__ = ["internal_tests", "substitute", "wraps"]
-
 Names = Mapping[tuple[str, str], str]  # (module, name) -> module that has the name instead
 
 FSDP = (

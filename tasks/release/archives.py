@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tasks.release.packages import SAFELY, Package, git
 
-__all__ = ["build", "build_reproducibly", "wheel_of_sdist"]
-
 
 def build(place: Path, out: Path, date: int, *kinds: str) -> list[Path]:
     """Build a package's archives with this Python's hatchling; return them.

@@ -21,8 +21,6 @@ from tasks.bootstrap import LAYERS, ROOT
 from tasks.clean_install import build_wheels, unpack
 from tasks.release.packages import git
 
-__all__ = ["Cost", "measure", "over"]
-
 # Costs of the import beyond torch's own, which every user pays anyway: processor time, the best of
 # some runs, since whatever else the machine does only adds to it.
 PROBE = """

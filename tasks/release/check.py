@@ -12,8 +12,6 @@ from pathlib import Path
 from tasks.bootstrap import ROOT
 from tasks.release.packages import Kind, Package, Version
 
-__all__ = ["Verdict", "check"]
-
 
 @dataclass(frozen=True)
 class Verdict:

@@ -16,8 +16,6 @@ import griffe
 
 from tasks.bootstrap import SUB_FACES
 
-__all__ = ["changes", "faces"]
-
 
 def faces(layer: str, source: Path) -> dict[str, Any]:
     """Return face -> what it offers: module path -> its public names as griffe's objects.

@@ -27,8 +27,6 @@ from tasks.release.check import Verdict, check
 from tasks.release.packages import Kind, Package, Version, git, packages_of
 from tasks.snippets import Job, run, snippets
 
-__all__ = ["ReleaseError", "edit", "release", "target"]
-
 Check = Callable[[Package], Verdict]
 Smoke = Callable[[Package, list[Path]], str]
 

@@ -25,9 +25,6 @@ from tasks.release.archives import build, date_of
 from tasks.release.packages import Package, Version, git, packages_of
 from tasks.snippets import Job, run, snippets
 
-__all__ = ["Combination", "Outcome", "combinations", "try_all"]
-
-
 PAGE = """\
 # New packages beside released ones
 

@@ -18,8 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 from tasks.bootstrap import LAYERS
 
-__all__ = ["SAFELY", "Kind", "Package", "Version", "git", "packages_of"]
-
 # `extractall` refuses what would lie outside its directory. Before Python 3.11.4 it cannot, and all
 # archives here were made by ourselves a moment before.
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}

@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["COUNTED", "broken", "main"]
-
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = Path(__file__).with_name("budgets.json")
 STEP = ROOT / "benchmarks" / "virtual_gpu.py"

@@ -24,8 +24,6 @@ from pathlib import Path
 from tasks.bootstrap import LAYERS
 from tasks.matrix.record import Result, read_results
 
-__all__ = ["Part", "main", "parts"]
-
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / ".virtual-gpu"
 RECORD = ROOT / "docs" / "records" / "virtual-gpu.md"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from border.case import OURS
 
-__all__ = ["KNOWN"]
-
 _WRONG: dict[str, dict[str, str]] = {}
 """Reason -> use -> "columns: dtypes; columns: dtypes", where * is all columns of ours."""
 

@@ -11,8 +11,6 @@ from border.case import COLUMNS
 from border.judge import Use
 from border.session import Answer, Cell
 
-__all__ = ["page", "page_with"]
-
 _TITLES = {
     "ddp": "DDP",
     "ddp_sharded": "DDP, ZeRO-1",

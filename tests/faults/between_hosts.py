@@ -17,8 +17,6 @@ from play import Nursery, marks_of
 
 from lamina_testing.netns import shaped_link
 
-__all__ = ["HOST_FAULTS", "SURVIVED", "PlayedOnHosts", "odd_host", "play_on_hosts"]
-
 HOST_FAULTS = {
     "cut_link": "the link of a host is cut",
     "cut_link_of_store": "the link of the host with the store is cut",

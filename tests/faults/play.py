@@ -15,8 +15,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["JOB", "Nursery", "Played", "marks_of", "play"]
-
 JOB = Path(__file__).with_name("fault_job.py")
 
 

@@ -9,8 +9,6 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Block", "blocks_of", "instrument"]
-
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -34,8 +34,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from lamina_testing.happens_before import Event
 
-__all__ = ["AutogradStreams"]
-
 Key = tuple[str, int]
 STREAM = "lamina stream"  # in the dictionary that autograd keeps for each node
 

@@ -27,8 +27,6 @@ import torch
 from lamina_testing.happens_before import HOST, Access, Event
 from lamina_testing.order import Recording, Site
 
-__all__ = ["Capture", "capturing"]
-
 
 @dataclass
 class Capture:

@@ -21,8 +21,6 @@ from torch import Tensor
 from lamina_testing.happens_before import HOST, Event
 from lamina_testing.recording import Recording, caller
 
-__all__ = ["CudaTrace", "triton_launches", "written_by"]
-
 
 class CudaTrace:
     """Tells a recording what CUDA's trace tells.

@@ -14,8 +14,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-__all__ = ["build", "pretend_cuda", "what_lacks"]
-
 _LIBRARIES = ("libc10.so", "libtorch_cpu.so")
 
 

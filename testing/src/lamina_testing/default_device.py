@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.utils._device import DeviceContext, _device_constructors
 
-__all__ = ["DefaultDevice"]
-
 
 class DefaultDevice(DeviceContext):
     """The device of tensors that a body makes, also of those drawn from a generator of the CPU."""

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["HOST", "Access", "Event", "History", "Node", "Race"]
-
 HOST = "host"
 Clock = dict[str, int]
 

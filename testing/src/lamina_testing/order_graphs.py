@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 
 from lamina_testing.recording import COLLECTIVES, Entry, Recording
 
-__all__ = ["OrderGraph", "differences", "other_kernels"]
-
 ALLOCATOR = "allocator for "
 
 

@@ -17,20 +17,6 @@ from torch.optim import Optimizer
 from lamina_testing.oracles import OracleStep, bit_oracle, whole_batch_oracle
 from lamina_testing.toys import ConvNet, OddNet, TiedNet, TinyTransformer, inputs
 
-__all__ = [
-    "MODELS",
-    "OPTIMIZERS",
-    "Step",
-    "assert_bits",
-    "assert_same",
-    "batches",
-    "bits_of_one_process",
-    "build",
-    "loss_fn",
-    "train",
-    "whole_batch_of_one_process",
-]
-
 MODELS: dict[str, type[nn.Module]] = {
     "odd": OddNet,
     "tied": TiedNet,

@@ -26,8 +26,6 @@ from typing import NoReturn, TextIO
 from lamina_testing.jobs import STACK_SIGNAL
 from lamina_testing.rank import end_with_parent
 
-__all__ = ["Ended", "Program", "run_ranks", "start_ranks"]
-
 _OF_TORCHRUN = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 )  # fmt: skip

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Ranks", "device_type", "tensors_on"]
-
 _device_type = ContextVar("device_type", default="cpu")
 
 

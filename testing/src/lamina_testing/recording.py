@@ -23,17 +23,6 @@ from lamina_testing.autograd_streams import AutogradStreams
 from lamina_testing.happens_before import HOST, Access, Event, History
 from lamina_testing.walk import path_in_lamina
 
-__all__ = [
-    "COLLECTIVES",
-    "COMPUTE",
-    "Entry",
-    "Recording",
-    "Site",
-    "caller",
-    "storage_of",
-    "takes_operators_apart",
-]
-
 COMPUTE = "compute"
 COLLECTIVES = "nccl "  # so begin the names of the streams on which collectives run
 SCHEDULES = "/site-packages/torch/distributed/pipelining/"

@@ -30,8 +30,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Operations", "Traffic", "simulated_world"]
-
 _GATHERS = ("_allgather_base", "all_gather_single", "allgather", "allgather_into_tensor_coalesced")
 _SCATTERS = ("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced")
 _EXCHANGES = ("alltoall", "alltoall_base", "all_to_all_single")

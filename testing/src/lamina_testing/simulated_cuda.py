@@ -16,8 +16,6 @@ import torch.cuda._gpu_trace as gpu_trace
 
 from lamina_testing.recording import Recording
 
-__all__ = ["CUDA", "stand_ins"]
-
 CUDA = torch.device("cuda", 0)
 
 

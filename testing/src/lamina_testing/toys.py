@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["Block", "ConvNet", "OddNet", "TiedNet", "TinyTransformer", "inputs"]
-
 
 class Block(nn.Module):
     """A residual MLP block; width need not divide by anything."""

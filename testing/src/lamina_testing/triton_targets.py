@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["compile_kernel", "resources"]
-
 
 def compile_kernel(
     kernel: Any,

@@ -21,8 +21,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import ClassVar, NamedTuple
 
-__all__ = ["Function", "Profile", "Walk", "least", "path_in_lamina"]
-
 
 @functools.cache
 def path_in_lamina(file: str) -> str:

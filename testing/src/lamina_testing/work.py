@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-__all__ = ["Executed", "executed_by"]
-
 
 class Executed(NamedTuple):
     """Python functions entered, and lines executed, by one thread."""

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from lamina_virtual_gpu.environment import TORCHES, OutOfReachError, set_up
 
-__all__ = ["main"]
-
 OUT_OF_REACH = 69  # EX_UNAVAILABLE of sysexits.h
 
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["LIBRARY_FOLDER", "activate"]
-
 # torch's libraries look here first.
 LIBRARY_FOLDER = Path(__file__).resolve().parents[1] / "nvidia" / "cu13" / "lib"
 Around = Callable[[Any], AbstractContextManager[None]]

@@ -12,8 +12,6 @@ from pathlib import Path
 from lamina_virtual_gpu.libraries import LIBRARIES, QUIET, Library
 from lamina_virtual_gpu.profiles import c_source
 
-__all__ = ["SOURCES", "build", "wanted"]
-
 SOURCES = Path(__file__).parent / "stand_ins"
 COMPILE = ("g++", "-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-cast-function-type")
 

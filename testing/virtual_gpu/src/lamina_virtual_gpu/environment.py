@@ -12,8 +12,6 @@ from pathlib import Path
 
 from lamina_virtual_gpu.building import SOURCES, build
 
-__all__ = ["TORCHES", "OutOfReachError", "set_up"]
-
 # Builds for CUDA 13.0 on PyPI, and the Triton that each goes with.
 TORCHES = {"2.13": ("2.13.0", "3.7.*"), "2.14": ("2.14.1", "3.8.*"), "2.15": ("2.15.0", "3.9.*")}
 # What torch needs beside NVIDIA's libraries, which are not installed.

@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["LIBRARIES", "QUIET", "Library"]
-
 
 @dataclass(frozen=True)
 class Library:

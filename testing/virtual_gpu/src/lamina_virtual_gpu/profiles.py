@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-__all__ = ["PROFILES", "Profile", "c_source"]
-
 
 @dataclass(frozen=True)
 class Profile:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from lamina_virtual_gpu.activate import LIBRARY_FOLDER
 
-__all__ = ["Record", "host_waits", "now", "record", "reset"]
-
 
 @dataclass(frozen=True)
 class Record:

@@ -41,16 +41,6 @@ from typing import Any
 
 from lamina_virtual_gpu.activate import LIBRARY_FOLDER
 
-__all__ = [
-    "begin_test",
-    "judge",
-    "judge_expected",
-    "judge_test",
-    "reads",
-    "rewriting",
-    "watch_reads",
-]
-
 MODULE, BEFORE, ERROR = "@virtual_gpu_values", "@virtual_gpu_before", "@virtual_gpu_error"
 VALUES = (float, complex)
 SEARCHED = 200  # entries of a collection that are looked at
@@ -194,7 +184,7 @@ def rewriting(rewrite: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(rewrite)
     def rewrite_asserts(tree: ast.Module, *arguments: Any, **options: Any) -> None:
-        Guard().visit(tree)
+        _Guard().visit(tree)
         place = next((i for i, node in enumerate(tree.body) if not is_preface(node)), 0)
         imported = ast.Import([ast.alias("lamina_virtual_gpu.values", MODULE)])
         tree.body.insert(place, imported)
@@ -228,7 +218,7 @@ def tried(body: list[ast.stmt], errors: str, judgement: ast.Expr) -> ast.Try:
 EXPECTS = ("pytest.raises(", "pytest.warns(")
 
 
-class Guard(ast.NodeTransformer):
+class _Guard(ast.NodeTransformer):
     """Puts asserts, calls that stand alone, expected errors and tests into `try`."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:

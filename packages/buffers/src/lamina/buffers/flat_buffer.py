@@ -13,8 +13,6 @@ from lamina.buffers.tensors.sharded_tensor import ShardedTensor
 from lamina.buffers.tensors.span_moves import copy_span
 from lamina.buffers.tensors.span_tensor import SpanCommunicator
 
-__all__ = ["FlatBuffer"]
-
 
 class FlatBuffer:
     """Storage of one state, laid out by a `BufferLayout` and placed along data-parallel axes.

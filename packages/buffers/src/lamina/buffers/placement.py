@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields
 from itertools import compress, product
 from typing import ClassVar
 
-__all__ = ["Cut", "Partial", "Placement", "Placements", "Replicate", "Shard", "as_placements"]
-
 
 @dataclass(frozen=True)
 class Placement:

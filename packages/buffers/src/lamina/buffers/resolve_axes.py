@@ -9,8 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, mesh_axis
 
-__all__ = ["Axis", "MeshLike", "PlainAxis", "resolve_axes"]
-
 
 @dataclass(frozen=True)
 class PlainAxis:

@@ -27,8 +27,6 @@ import torch
 
 from lamina.buffers.compat import allow_access, refuse_access, refuse_writes
 
-__all__ = ["Access", "access_of"]
-
 
 class Access(NamedTuple):
     """Makes a storage refuse access, and allow it again.

@@ -2,15 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = [
-    "CheckpointDamagedError",
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CheckpointNotFoundError",
-    "CheckpointUnsafeError",
-    "shortened",
-]
-
 
 class CheckpointError(RuntimeError):
     """Base of every error that this layer raises about a checkpoint."""

@@ -20,15 +20,6 @@ from lamina.checkpoint.storage.locations import Location, location_of
 from lamina.checkpoint.storage.manifest import CHUNKS, METADATA, VALUES, ChunkSums, Manifest
 from lamina.checkpoint.storage.streams import tensor_in
 
-__all__ = [
-    "Difference",
-    "Opened",
-    "compare_checkpoints",
-    "flat_values",
-    "tensors_of",
-    "verify_checkpoint",
-]
-
 
 class Opened:
     """A complete checkpoint (`.../step-00000100`), open for reading; tensors are by name.

@@ -36,8 +36,6 @@ from lamina.checkpoint.storage.stores import store_of
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import check_arguments
 
-__all__ = ["CheckpointManager"]
-
 _NONE = -1  # a step never is
 
 

@@ -20,8 +20,6 @@ from lamina.checkpoint.state.optimizer_names import OptimizerNames, is_optimizer
 from lamina.checkpoint.state.state import check_entries
 from lamina.checkpoint.storage.locations import location_of
 
-__all__ = ["import_dcp"]
-
 
 def import_dcp(
     state: MutableMapping[str, Any],

@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from lamina.checkpoint.ranks import Ranks
 
-__all__ = ["RESUME_EXIT_CODE", "Preemption"]
-
 RESUME_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: "try again". Not 0, so torchrun restarts; a script that starts ranks
 itself (srun python) can tell it from a crash, but torchrun's own exit code is 1 for both."""

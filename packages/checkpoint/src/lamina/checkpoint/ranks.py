@@ -14,8 +14,6 @@ from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from lamina.collectives.engine import CommonFacts, all_reduce_small, broadcast, describe, software
 from lamina.mesh.engine import MeshAxis, group_ref, live_group
 
-__all__ = ["Ranks", "own_error"]
-
 T = TypeVar("T")
 _FINE, _FAILED, _DAMAGED = 0, 1, 2
 

@@ -27,17 +27,6 @@ from lamina.collectives.reduction.reduce import ReductionName, reduction_class
 from lamina.collectives.transport.lanes import lane_of
 from lamina.mesh.engine import GroupRef, group_ref, live_group
 
-__all__ = [
-    "REGION_STEPS",
-    "DualFunction",
-    "all_to_all_tokens",
-    "copy_to",
-    "gather_from",
-    "reduce_from",
-    "reduce_scatter_to",
-    "scatter_to",
-]
-
 
 @one_graph_break
 def copy_to(

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["check_arguments", "check_fields", "setting", "translates"]
-
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 _PLAIN = (bool, int, float, str, types.NoneType)
 

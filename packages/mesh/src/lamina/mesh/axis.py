@@ -19,8 +19,6 @@ from lamina.mesh.errors import AxisError
 from lamina.mesh.hosts import make_host_groups
 from lamina.mesh.process_groups import GroupRef, group_of, group_ref, live_group, watch_mesh
 
-__all__ = ["MeshAxis", "axis_if_there", "check_axis_names", "mesh_axis", "named_mesh"]
-
 MeshT = TypeVar("MeshT")
 
 

@@ -29,15 +29,6 @@ from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.launch import read_launch
 from lamina.mesh.variables import Environment, environment
 
-__all__ = [
-    "EnvironmentProblem",
-    "Machine",
-    "check_environment",
-    "main",
-    "report",
-    "settings_problems",
-]
-
 Severity = Literal["error", "warning", "note"]
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 

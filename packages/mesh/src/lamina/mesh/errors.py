@@ -4,15 +4,6 @@ Every class also is the built-in error that a caller would expect, so `except Va
 works for callers who don't know Lamina.
 """
 
-__all__ = [
-    "AxisError",
-    "EnvironmentVariableError",
-    "GroupCreationError",
-    "LayoutError",
-    "OverlapError",
-    "RendezvousError",
-]
-
 
 class LayoutError(ValueError):
     """A layout that no assignment of ranks can satisfy; the message shows the arithmetic."""

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BEAT", "HostWatch", "host_words", "text_of"]
-
 BEAT = 2.0
 """Seconds between two beats of a host."""
 

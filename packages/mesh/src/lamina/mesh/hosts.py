@@ -34,15 +34,6 @@ from lamina.mesh.process_groups import (
 )
 from lamina.mesh.variables import environment
 
-__all__ = [
-    "agree_on_hosts",
-    "host_groups",
-    "host_runs",
-    "make_host_groups",
-    "ranks_per_host",
-    "split_over_hosts",
-]
-
 
 def _host_name(rank: int) -> str:
     """A text that is the same on all ranks of this host: LAMINA_RANKS_PER_HOST says otherwise."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.variables import Environment
 
-__all__ = ["Launch", "first_host", "read_launch"]
-
 
 @dataclass(frozen=True)
 class Launch:

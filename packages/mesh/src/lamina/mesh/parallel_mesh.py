@@ -28,16 +28,6 @@ from lamina.mesh.process_groups import (
     watch_mesh,
 )
 
-__all__ = [
-    "DENSE_AXES",
-    "DERIVED_AXES",
-    "EXPERT_AXES",
-    "MODEL_AXES",
-    "ParallelLayout",
-    "ParallelMesh",
-    "aligned",
-]
-
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of dense parameters, outermost first: neighbours in rank order share a tp group."""
 

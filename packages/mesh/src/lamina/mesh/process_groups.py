@@ -33,23 +33,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.mesh.errors import GroupCreationError
 from lamina.mesh.watchdog import Watchdog
 
-__all__ = [
-    "PATIENCE",
-    "GroupRef",
-    "HostRuns",
-    "current_world",
-    "default_store",
-    "ends_before_groups",
-    "ends_with_groups",
-    "fake_store",
-    "group_of",
-    "group_ref",
-    "live_group",
-    "ranks_of",
-    "running_watchdog",
-    "watch_mesh",
-]
-
 Group: TypeAlias = dist.ProcessGroup
 T = TypeVar("T")
 

@@ -21,8 +21,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 from lamina.mesh.errors import RendezvousError
 from lamina.mesh.launch import Launch
 
-__all__ = ["agree_on_attempt", "open_store"]
-
 
 def open_store(launch: Launch, timeout: timedelta) -> Store:
     """A fresh store shared by all ranks of `launch`.

@@ -21,17 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh.parallel_mesh import ParallelMesh
 
-__all__ = [
-    "Seeded",
-    "derive_seed",
-    "recompute_contexts",
-    "require_stream",
-    "rng_state",
-    "rng_stream",
-    "seed_everything",
-    "set_rng_state",
-]
-
 _TENSOR_AXES = ("tp", "expert_tp")
 _SET_STATE = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
 _SEED = {"cpu": torch.default_generator.manual_seed, "cuda": torch.cuda.manual_seed}

@@ -7,8 +7,6 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["Role", "copy_role", "copy_roles", "mark", "role_of"]
-
 TpGrad = Literal["sum", "mean"]
 _TensorT = TypeVar("_TensorT", bound=torch.Tensor)
 

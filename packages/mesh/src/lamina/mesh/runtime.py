@@ -29,8 +29,6 @@ from lamina.mesh.rendezvous import open_store
 from lamina.mesh.variables import Environment, environment
 from lamina.mesh.watchdog import Watchdog, end_process
 
-__all__ = ["HarmfulSettingWarning", "Runtime", "init_distributed"]
-
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from lamina.mesh.errors import EnvironmentVariableError, OverlapError
 
-__all__ = ["Environment", "environment", "require_overlap"]
-
 
 @dataclass(frozen=True)
 class Environment:

@@ -25,8 +25,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["Activity", "Alarms", "OwnWaits", "Report", "Verdict", "Wait", "verdict"]
-
 _ANSWERS_WITHIN = 4.0
 _SLOW_NETWORK = 10e6  # bytes per second
 _POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv")

@@ -39,8 +39,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, but
 from lamina.mesh.host_watch import BEAT, HostWatch, text_of
 from lamina.mesh.waits import Activity, Alarms, OwnWaits
 
-__all__ = ["EXIT_STATUS", "Watchdog", "end_process"]
-
 EXIT_STATUS = 70
 """Exit status of a rank that waited for one that is gone, until the watchdog ended it."""
 FINISHED = "it has finished"

@@ -17,8 +17,6 @@ from lamina.models.decoder.gpt import HOOKS, GPTModel, require_gpt
 from lamina.models.decoder.precision_backends import amax_exchanges, apply_precision
 from lamina.models.precision.fp8_products import Float8Products
 
-__all__ = ["tensor_parallel_plan"]
-
 _BYTES_AT_ONCE = 1 << 24
 
 

@@ -8,8 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "boxes_of_span"]
-
 
 class Box(NamedTuple):
     """A box of a tensor and where its elements lie in the span it was cut from.

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["Granularity", "TensorSpec"]
-
 Kind = Literal["element", "row", "block", "tensor"]
 
 

@@ -16,8 +16,6 @@ from lamina.buffers.layout.planning import Item, plan_items
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BufferLayout", "Span"]
-
 
 class Span(NamedTuple):
     """Elements `start..stop` of a flattened tensor lie in `shard`, `offset` elements into it."""

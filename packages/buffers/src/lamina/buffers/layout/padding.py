@@ -7,8 +7,6 @@ from lamina.buffers.layout.granularity import TensorSpec
 from lamina.buffers.layout.layout import BufferLayout
 from lamina.buffers.layout.planning import Divisors, Item
 
-__all__ = ["PaddingReport", "padding_report", "split_by_row"]
-
 
 @dataclass(frozen=True)
 class PaddingReport:

@@ -19,8 +19,6 @@ from typing import NamedTuple
 # Placements of one tensor that an exhaustive search may cost.
 _FEW = 20_000
 
-__all__ = ["Divisors", "Item", "plan_items"]
-
 
 class Item(NamedTuple):
     """A tensor to the planner: elements, and how many of them stay together."""

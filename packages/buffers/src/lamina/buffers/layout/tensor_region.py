@@ -12,8 +12,6 @@ from lamina.buffers.layout.boxes import Box, boxes_of_span
 from lamina.mesh import Role
 from lamina.mesh.engine import MeshAxis
 
-__all__ = ["RegionBox", "Run", "TensorRegion"]
-
 
 class Run(NamedTuple):
     """Indices `start..start + length` of a dimension of the part, at `whole` in the whole."""

@@ -28,8 +28,6 @@ from lamina.buffers.layout.layout import BufferLayout
 from lamina.buffers.pool.slots import ConflictGraph, SlotPlan, color_slots
 from lamina.buffers.storage_access import access_of
 
-__all__ = ["MemoryBlock", "SavedTensorGuard", "ScratchBuffers", "StaleStorageError", "StoragePool"]
-
 Key: TypeAlias = Hashable
 Mode: TypeAlias = Literal["resize", "slots"]
 

@@ -15,8 +15,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["ConflictGraph", "SlotPlan", "color_slots"]
-
 Key: TypeAlias = Hashable
 ConflictGraph: TypeAlias = dict[Key, set[Key]]
 

@@ -18,8 +18,6 @@ from lamina.buffers.compat import strided_shard
 from lamina.buffers.placement import Cut
 from lamina.buffers.tensors.span_tensor import SpanSpec
 
-__all__ = ["to_dtensor"]
-
 
 def to_dtensor(
     local: torch.Tensor, spec: SpanSpec, mesh: DeviceMesh, tp_placements: Sequence[Placement] = ()

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["ShardedTensor"]
-
 
 class ShardedTensor(SpanTensor):
     """A tensor cut into contiguous runs of its flattened elements, one per rank.

@@ -10,8 +10,6 @@ from lamina.buffers.compat import OpOverload
 from lamina.buffers.layout.boxes import boxes_of_span
 from lamina.buffers.tensors.span_tensor import HandlerTable, SpanTensor
 
-__all__ = ["HANDLERS", "copy_span", "narrowed"]
-
 HANDLERS = HandlerTable()
 aten = torch.ops.aten
 

@@ -10,8 +10,6 @@ from lamina.buffers.compat import OpOverload, current_graph_task_id
 from lamina.buffers.tensors import span_moves, span_reductions
 from lamina.buffers.tensors.span_tensor import Handler, SpanSpec, SpanTensor
 
-__all__ = ["dispatch"]
-
 _SPECIAL: dict[OpOverload, Handler] = {**span_moves.HANDLERS, **span_reductions.HANDLERS}
 
 # Tagged pointwise by torch, but not one element at a time.

@@ -18,8 +18,6 @@ import torch
 from lamina.buffers.compat import OpOverload
 from lamina.buffers.tensors.span_tensor import HandlerTable, ReduceOp, SpanSpec, SpanTensor
 
-__all__ = ["HANDLERS", "OPTIMIZER", "PNorm"]
-
 OPTIMIZER = (
     "An optimizer that looks at whole tensors (Muon, Adafactor) has to be given to the wrapper: "
     "fully_shard(model, optimizer), or ShardedOptimizer with keep_tensors_whole=True"

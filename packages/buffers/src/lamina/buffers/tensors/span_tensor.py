@@ -27,16 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = [
-    "Extents",
-    "Handler",
-    "HandlerTable",
-    "ReduceOp",
-    "SpanCommunicator",
-    "SpanSpec",
-    "SpanTensor",
-]
-
 ReduceOp: TypeAlias = Literal["sum", "max", "min"]
 Extents: TypeAlias = Callable[[], Sequence[tuple[int, int]]]
 

@@ -13,8 +13,6 @@ from lamina.buffers.tensors.span_moves import HANDLERS as MOVES
 from lamina.buffers.tensors.span_moves import narrowed
 from lamina.buffers.tensors.span_tensor import HandlerTable, SpanSpec, SpanTensor
 
-__all__ = ["TensorPart"]
-
 aten = torch.ops.aten
 _HANDLERS = HandlerTable(
     (operation, MOVES[operation])

@@ -22,8 +22,6 @@ import torch
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointMismatchError
 from lamina.checkpoint.storage.streams import memory_of
 
-__all__ = ["DTYPES", "INDEX", "Described", "FileWriter", "Files", "divide", "index_text"]
-
 INDEX = "model.safetensors.index.json"
 _CODES = {
     torch.float64: "F64",

@@ -19,8 +19,6 @@ from lamina.checkpoint.ranks import Ranks
 from lamina.checkpoint.state.cut_tensors import is_cut
 from lamina.collectives.engine import all_reduce_small, broadcast, reduction_class
 
-__all__ = ["Whole", "boxes_of", "fill", "gathered", "meet"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 

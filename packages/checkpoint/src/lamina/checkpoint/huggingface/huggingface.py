@@ -39,8 +39,6 @@ from lamina.checkpoint.storage.locations import LocalLocation, is_url, local_pat
 from lamina.checkpoint.storage.stores import fsync_directory
 from lamina.collectives.engine import all_reduce_small
 
-__all__ = ["export_huggingface", "import_huggingface"]
-
 _SMALL = ("config.json", INDEX)
 _DIMENSIONS = 8  # the most that a tensor of a model has
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -8,8 +8,6 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-__all__ = ["HuggingFaceLink", "HuggingFaceWeights", "Piece", "Same", "pieces_of", "weights_of"]
-
 
 class HuggingFaceLink(Protocol):
     """One of a model's tensors and the tensors that it is in Hugging Face's files.

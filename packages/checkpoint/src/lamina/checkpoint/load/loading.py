@@ -28,8 +28,6 @@ from lamina.checkpoint.storage.locations import Location
 from lamina.checkpoint.storage.manifest import METADATA, VALUES, Manifest
 from lamina.checkpoint.storage.stores import Store
 
-__all__ = ["Source", "load", "open_checkpoint", "open_step"]
-
 
 @dataclass(frozen=True)
 class Source:

@@ -36,8 +36,6 @@ from lamina.checkpoint.storage.locations import LocalLocation, Location, crc_of,
 from lamina.checkpoint.storage.manifest import METADATA, ChunkSums, Manifest, unreadable
 from lamina.checkpoint.storage.streams import safely_loaded, tensor_in
 
-__all__ = ["Reader", "opened", "read_metadata"]
-
 _RECORDS = (
     Metadata,
     MetadataIndex,

@@ -20,8 +20,6 @@ from lamina.checkpoint.state.optimizer_names import OPTIMIZER_CLASS, is_optimize
 from lamina.checkpoint.state.per_rank import PerRank
 from lamina.checkpoint.state.state import Taken, holds, is_stateful, take_entry
 
-__all__ = ["Plan", "Selection"]
-
 
 @dataclass(frozen=True)
 class Selection:

@@ -24,8 +24,6 @@ from lamina.checkpoint.state.per_rank import PerRank
 from lamina.checkpoint.state.state import Path, Taken, claim, is_stateful, take_entry
 from lamina.checkpoint.storage.streams import memory_of
 
-__all__ = ["Digests", "Offered", "compare", "take"]
-
 _BYTES = 4096
 """Of each tensor or box: enough to tell two that were trained apart, little beside copying them."""
 

@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from lamina.mesh.engine import running_watchdog
 
-__all__ = ["Phase", "Phases"]
-
 _LIMIT = 30.0  # seconds without progress after which a save is told of
 _SPEAKERS = 4  # ranks that tell: the first one, and later the next ones, as the first may be stuck
 

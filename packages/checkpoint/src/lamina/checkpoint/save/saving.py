@@ -27,8 +27,6 @@ from lamina.checkpoint.storage.stores import Store
 from lamina.collectives.engine import Job
 from lamina.mesh.engine import ends_before_groups, group_ref, live_group
 
-__all__ = ["Saver"]
-
 _PATIENCE = 8.0  # seconds without progress, when the program ends
 _PLANS = 7.0  # seconds more until ranks have planned, as some may still come to the save
 

@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-__all__ = ["Stage", "Staged", "StagedPlanner", "signature"]
-
 Signature = tuple[tuple[Any, ...], ...]
 Offer = tuple[DefaultSavePlanner, SavePlan]
 

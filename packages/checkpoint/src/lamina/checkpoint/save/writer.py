@@ -42,8 +42,6 @@ from lamina.checkpoint.storage.manifest import CHUNKS, METADATA, VALUES, Manifes
 from lamina.checkpoint.storage.stores import Attempt, Store
 from lamina.checkpoint.storage.streams import SummingStream, own_memory
 
-__all__ = ["Save", "Writer"]
-
 _SLOW_DISK = 8 << 20  # bytes per second that any disk writes
 
 

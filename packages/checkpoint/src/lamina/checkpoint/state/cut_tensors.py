@@ -21,8 +21,6 @@ from lamina.checkpoint.state.optimizer_names import parameters_of
 from lamina.mesh import ParallelMesh, Role, role_of
 from lamina.mesh.engine import MeshAxis, axis_if_there
 
-__all__ = ["CutTensors", "Hints", "Mesh", "as_part", "is_cut"]
-
 _AXES = ("tp", "expert_tp", "ep")
 _LAYOUT = ("pp", "cp", "tp")  # with the number of ranks they say what a rank's number means
 Mesh = ParallelMesh | DeviceMesh | None

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BatchPart", "DataPosition", "cut_batch", "shuffled"]
-
 
 @dataclass(frozen=True)
 class BatchPart:

@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["JoinedOptimizers"]
-
 
 class JoinedOptimizers:
     """Shows several optimizers as one, so that a state need not say who has which parameters.

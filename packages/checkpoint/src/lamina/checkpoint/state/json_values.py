@@ -26,8 +26,6 @@ import torch
 
 from lamina.checkpoint.errors import CheckpointError
 
-__all__ = ["RANKS", "Json", "RankValues", "decode", "encode", "names_in"]
-
 Json = Any  # what json.dumps takes: None, bool, int, float, str, list, dict with string keys
 
 _DTYPES = {

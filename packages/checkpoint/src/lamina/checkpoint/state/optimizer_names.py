@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["OPTIMIZER_CLASS", "OptimizerNames", "is_optimizer", "parameters_of", "unwrapped"]
-
 OPTIMIZER_CLASS = "class"
 """The key of an optimizer's stored tree that names its class."""
 

@@ -12,8 +12,6 @@ from lamina.checkpoint.state.json_values import Json, decode, encode
 from lamina.checkpoint.storage.streams import memory_of, own_memory
 from lamina.mesh import rng_state, set_rng_state
 
-__all__ = ["PerRank", "RngState"]
-
 Coordinates = Mapping[str, Sequence[int]]
 """Axis -> this rank's place on it, and its size, of axes of more than one rank."""
 

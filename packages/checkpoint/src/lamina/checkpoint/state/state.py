@@ -19,9 +19,6 @@ from lamina.checkpoint.state.optimizer_names import (
 )
 from lamina.checkpoint.state.per_rank import PerRank
 
-__all__ = ["Path", "Taken", "check_entries", "claim", "holds", "is_stateful", "take_entry"]
-
-
 Path = tuple[str, ...]
 
 

@@ -15,21 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-__all__ = [
-    "FileSum",
-    "LocalLocation",
-    "Location",
-    "RemoteLocation",
-    "crc_of",
-    "filesystem",
-    "is_url",
-    "local_path",
-    "location_of",
-    "pieces_of",
-    "sum_of",
-    "write_whole",
-]
-
 _SMALL = 1 << 30  # bytes: metadata of a million chunks takes a fifth of it
 _SMALLER = {"manifest.json": 1 << 28}  # it has a line for each file: for a million of them
 _CHUNK = 4 << 20  # bytes read at a time: large enough for the disk, small beside a tensor

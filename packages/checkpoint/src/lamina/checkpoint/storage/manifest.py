@@ -17,8 +17,6 @@ from pathlib import Path
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from lamina.checkpoint.storage.locations import FileSum, Location, sum_of, write_whole
 
-__all__ = ["CHUNKS", "MANIFEST", "METADATA", "VALUES", "ChunkSums", "Manifest", "unreadable"]
-
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 VALUES = "values.json"

@@ -10,9 +10,6 @@ from lamina.checkpoint.storage.locations import Location
 from lamina.checkpoint.storage.manifest import Manifest
 from lamina.checkpoint.storage.stores import Store
 
-__all__ = ["Kept", "Retention", "whole"]
-
-
 _LOOKS = 4  # checkpoints whose files are looked for at each save
 
 

@@ -11,8 +11,6 @@ from lamina.checkpoint.storage.locations import Location
 from lamina.checkpoint.storage.manifest import MANIFEST, Manifest
 from lamina.checkpoint.storage.stores import Store
 
-__all__ = ["Scrubber"]
-
 _REST = 60.0  # seconds between two rounds, so that small checkpoints are not read all the time
 
 

@@ -55,8 +55,6 @@ from lamina.checkpoint.storage.locations import (
 )
 from lamina.checkpoint.storage.manifest import MANIFEST, Manifest
 
-__all__ = ["Attempt", "LocalStore", "Store", "WritingDirectory", "fsync_directory", "store_of"]
-
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _PASSING = re.compile(r"\.(making|writing|replaced|deleting)-(\d{8,})-[0-9a-f]{8}")
 _LOCK = ".lock"

@@ -16,8 +16,6 @@ import torch
 from lamina.checkpoint.errors import CheckpointUnsafeError
 from lamina.checkpoint.storage.locations import FileSum
 
-__all__ = ["SummingStream", "combine", "memory_of", "own_memory", "safely_loaded", "tensor_in"]
-
 
 class SummingStream(io.RawIOBase):
     """Passes bytes on to a file, and sums them chunk by chunk."""

@@ -16,17 +16,6 @@ from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import route_for
 
-__all__ = [
-    "WIRE_DTYPES",
-    "require_agreement",
-    "require_disjoint",
-    "require_divisible",
-    "require_flat",
-    "require_matching_splits",
-    "require_same_device",
-    "texts_of_all",
-]
-
 _LENGTH = 256  # bytes of a call in words
 
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

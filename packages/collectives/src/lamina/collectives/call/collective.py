@@ -59,23 +59,6 @@ from lamina.collectives.transport.lanes import ALONE, Call, Job, Lane, lane_of, 
 from lamina.collectives.transport.transport import Completion
 from lamina.mesh.engine import Activity, Wait, host_runs, live_group, running_watchdog
 
-__all__ = [
-    "Collective",
-    "DamagedMessageError",
-    "Handle",
-    "PeerLostError",
-    "Pending",
-    "ReduceHandle",
-    "Span",
-    "Statistics",
-    "current_stream",
-    "install",
-    "issue",
-    "launch",
-    "purpose",
-    "remove",
-]
-
 _LOOK_AROUND = 1.0  # seconds
 _NO_SPAN = nullcontext()
 """Stands in for a `record_function` where no profiler records."""

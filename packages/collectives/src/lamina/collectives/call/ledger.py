@@ -23,8 +23,6 @@ from lamina.collectives.call.collective import install, remove
 from lamina.collectives.transport.lanes import Call
 from lamina.mesh.engine import aligned
 
-__all__ = ["Ledger", "Record"]
-
 _HIDDEN_ENOUGH = 0.5
 _APART = 1 << 23  # above the numbers that Linux gives to processes
 

@@ -26,8 +26,6 @@ from lamina.collectives.call.collective import issue
 from lamina.collectives.transport.groups import backend_name
 from lamina.collectives.transport.lanes import lane_of
 
-__all__ = ["RegisteredPool", "RegistrationError", "register_pool", "registration_problem"]
-
 _USER_BUFFERS = (2, 19)  # ncclCommRegister
 _SYMMETRIC = (2, 27)  # ncclCommWindowRegister
 

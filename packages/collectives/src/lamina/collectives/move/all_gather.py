@@ -10,8 +10,6 @@ from lamina.collectives.call.collective import Collective, Handle
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.transport import route_for
 
-__all__ = ["AllGather", "all_gather_into"]
-
 
 class AllGather(Collective):
     """A gather of equal pieces, prepared once and started often; arguments as in `all_gather_into`.

@@ -18,8 +18,6 @@ from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import exchange_rows
 
-__all__ = ["all_to_all", "row_splits"]
-
 
 def all_to_all(
     output: torch.Tensor,

@@ -13,8 +13,6 @@ from lamina.collectives.reduction.reduce import ReductionName, reduction_class
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.lanes import lane_of
 
-__all__ = ["gather", "reduce"]
-
 
 def gather(
     buffer: FlatBuffer,

@@ -26,8 +26,6 @@ from lamina.collectives.move.small import all_reduce_small, broadcast, host_devi
 from lamina.collectives.transport.groups import backend_name
 from lamina.mesh.engine import GroupRef
 
-__all__ = ["Agreement", "CommonFacts", "DisagreementError", "Fact", "describe", "software"]
-
 Fact: TypeAlias = tuple[str, str]
 """What something is called, and its value in words."""
 

@@ -25,8 +25,6 @@ from lamina.collectives.transport.groups import served_by_gloo, where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Completion, end_of, exchange, nothing_left
 
-__all__ = ["Message", "receive_operation", "ring", "send_operation", "send_recv"]
-
 Message: TypeAlias = dist.P2POp
 """A send or a receive that has not been issued."""
 

@@ -23,8 +23,6 @@ from lamina.collectives.reduction.reduce import ReductionName, reduction_class
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.lanes import lane_of
 
-__all__ = ["start_all_gather", "start_all_reduce", "start_all_to_all", "start_reduce_scatter"]
-
 
 @one_graph_break
 def start_all_gather(

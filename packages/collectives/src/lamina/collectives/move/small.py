@@ -20,8 +20,6 @@ from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Completion, end_of, nothing_left
 from lamina.mesh.engine import group_ref, live_group
 
-__all__ = ["SmallReduction", "SpanGroups", "all_reduce_small", "broadcast", "host_device"]
-
 _ALIGNMENT = 16
 _BACKEND = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _ORDERLESS = (torch.uint8, torch.int32, torch.int64)

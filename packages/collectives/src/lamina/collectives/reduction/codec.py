@@ -19,8 +19,6 @@ from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Completion
 from lamina.mesh.engine import GroupRef, live_group
 
-__all__ = ["Cast", "Checksums", "ErrorFeedback", "GradientCodec", "Int8Blocks", "Wire"]
-
 MOST_BLOCK = 1 << 12  # elements; the sums' own blocks and rows are multiples of it
 
 

@@ -40,14 +40,6 @@ from lamina.collectives.transport.lanes import SumBuffers, lane_of
 from lamina.collectives.transport.transport import Chunks, Completion, route_for
 from lamina.mesh.engine import host_groups, host_runs
 
-__all__ = [
-    "MESSAGE_BYTES",
-    "OrderedReduction",
-    "Reduction",
-    "SumOp",
-    "bytes_received",
-]
-
 MESSAGE_BYTES = 32 << 20
 """Bytes of a slice, in which a backend brings large reduce-scatters. See Note [Sums in slices]."""
 _SLICES_AT_ONCE = 3

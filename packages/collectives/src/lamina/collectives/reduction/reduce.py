@@ -24,8 +24,6 @@ from lamina.collectives.reduction.summation import Epilogue, sum_chunks
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.transport import Completion, end_of
 
-__all__ = ["ReductionName", "all_reduce_fp32", "reduce_scatter_fp32", "reduction_class"]
-
 _BACKEND = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 """The backend averages by itself: in the wire dtype, where a sum of fp16 may not fit."""
 

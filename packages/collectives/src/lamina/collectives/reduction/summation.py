@@ -25,8 +25,6 @@ from lamina.collectives.transport.gloo_exchange import Chunk
 from lamina.collectives.transport.lanes import SumBuffers
 from lamina.collectives.transport.peer_windows import PeerChunks
 
-__all__ = ["Chunks", "Epilogue", "fused_sum", "reference_sum", "sum_chunks", "sum_rows"]
-
 Chunks: TypeAlias = Sequence[Chunk] | torch.Tensor
 """Every rank's summands: one chunk per rank, or the rows of [ranks, items], which a sum overwrites.
 """

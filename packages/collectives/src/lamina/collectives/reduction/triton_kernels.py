@@ -10,8 +10,6 @@ where the reference rounds twice.
 import triton
 import triton.language as tl
 
-__all__ = ["finish_kernel", "segment_kernel", "sum_kernel"]
-
 
 @triton.jit
 def _tree(

@@ -18,8 +18,6 @@ import triton.language as tl
 from lamina.collectives.reduction.triton_kernels import finish_kernel, segment_kernel, sum_kernel
 from lamina.collectives.transport.peer_windows import PeerChunks, PeerRows
 
-__all__ = ["CONFIGS", "LEAVES", "Config", "configs_for", "fused_sum", "measured_choices"]
-
 LEAVES = 32  # rows whose sum is unrolled; more go through float32 sums of segments
 
 

@@ -11,8 +11,6 @@ from torch.distributed import ProcessGroup, Work
 
 from lamina.collectives.transport.lanes import ScratchPool
 
-__all__ = ["CUT_FROM", "ChunkedMessage", "part_items"]
-
 PART = 1 << 20  # bytes, at most
 AHEAD = 3  # parts on their way or being summed: a 2 gbit link may go unattended for 12 ms
 CUT_FROM = AHEAD * PART  # bytes; both ends cut messages that are larger

@@ -21,8 +21,6 @@ from lamina.collectives.transport.lanes import Lane, lane_of
 from lamina.collectives.transport.shared_host import HostPeer, RemoteMemory
 from lamina.mesh.engine import host_runs
 
-__all__ = ["Chunk", "GlooExchange", "GlooRoute", "bounds_of"]
-
 READ_FROM = 1 << 17  # bytes per pair; below, reading saves nothing
 
 _Peer: TypeAlias = tuple[int, int, int]

@@ -6,14 +6,6 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = [
-    "backend_name",
-    "no_group",
-    "served_by_gloo",
-    "timeout_of",
-    "where",
-]
-
 
 def no_group(given: object) -> TypeError:
     """What to raise for what is given in the place of a process group."""

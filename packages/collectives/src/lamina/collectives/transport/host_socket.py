@@ -14,8 +14,6 @@ import threading
 import time
 from contextlib import ExitStack
 
-__all__ = ["HostSocket", "HostSocketListener"]
-
 _RECORD = struct.Struct("<QQQ")  # key, and two numbers
 _GREETING = struct.Struct("<QQ")  # rank of the caller, secret of the rank that is called
 _PEER = struct.Struct("3i")  # process, user and group, as the kernel knows them

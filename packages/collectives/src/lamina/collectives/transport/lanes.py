@@ -39,20 +39,6 @@ from lamina.collectives.transport.groups import no_group
 from lamina.collectives.transport.shared_host import HostPeer, find_host_peers
 from lamina.mesh.engine import ends_with_groups, group_ref, ranks_of
 
-__all__ = [
-    "ALONE",
-    "Call",
-    "Job",
-    "Lane",
-    "ScratchPool",
-    "SumBuffers",
-    "Worker",
-    "kept_bytes",
-    "lane_of",
-    "lanes",
-    "release_kept",
-]
-
 # Messages of collectives carry tags above those that users give to their own sends.
 _FIRST_TAG = 1 << 24
 _TAGS = 1 << 24

@@ -29,8 +29,6 @@ from lamina.collectives.transport.groups import backend_name, timeout_of, where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.mesh.engine import host_runs
 
-__all__ = ["AREA_BYTES", "PeerChunks", "PeerRoute", "PeerRows", "PeerWindow", "open_window"]
-
 AREA_BYTES = 32 << 20
 """Bytes of each of the two areas of a window, which is also the most that a slice takes."""
 MOST_PEERS = 32  # rows that the kernel of a sum unrolls

@@ -24,8 +24,6 @@ from lamina.collectives.transport.groups import timeout_of
 from lamina.collectives.transport.host_socket import HostSocket, HostSocketListener
 from lamina.mesh.engine import host_words
 
-__all__ = ["HostPeer", "RemoteMemory", "find_host_peers"]
-
 _HELLO_TAG = (1 << 24) - 2
 _VERDICT_TAG = (1 << 24) - 1
 _HOST_WORDS = 3

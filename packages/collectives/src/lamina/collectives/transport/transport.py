@@ -28,16 +28,6 @@ from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.peer_windows import PeerChunks, PeerRoute
 from lamina.mesh.engine import GroupRef
 
-__all__ = [
-    "Completion",
-    "end_of",
-    "exchange",
-    "exchange_rows",
-    "nothing_left",
-    "route_for",
-    "use_messages",
-]
-
 Completion: TypeAlias = Callable[[], object]
 """What is left to do of an exchange once its messages are under way: to wait for them."""
 

@@ -28,15 +28,6 @@ from lamina.ddp.group.group import ParameterGroup, StepFacts
 from lamina.ddp.parameters.facts import common_facts_of, digest_of
 from lamina.mesh.engine import GroupRef, MeshAxis
 
-__all__ = [
-    "BadGradients",
-    "GradientChecks",
-    "LargeGradientError",
-    "NonFiniteGradientError",
-    "ProducedFlags",
-    "Settlement",
-]
-
 
 class NonFiniteGradientError(RuntimeError):
     """A gradient holds NaN or infinity before it was sent to other ranks."""

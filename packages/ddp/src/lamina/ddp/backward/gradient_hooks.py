@@ -48,18 +48,6 @@ if TYPE_CHECKING:
 
 from lamina.ddp.compat import will_execute
 
-__all__ = [
-    "NO_STREAM",
-    "BackwardStream",
-    "GradientSink",
-    "await_backward",
-    "gradient_sink",
-    "has_gradient_sink",
-    "hook_leaves",
-    "main_of",
-    "refuse_wrapped",
-]
-
 LeafHook = Callable[[tuple[torch.Tensor | None]], object]
 """Takes the gradient that autograd brings to a leaf, if any; what it returns goes to `.grad`."""
 

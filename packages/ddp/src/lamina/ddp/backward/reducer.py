@@ -32,13 +32,6 @@ from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.strategy import Cadence
 
-__all__ = [
-    "BackwardEnd",
-    "BackwardListener",
-    "GradientReducer",
-    "Order",
-]
-
 
 class Order(Enum):
     """Which order of reductions all ranks follow."""

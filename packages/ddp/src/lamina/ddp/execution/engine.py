@@ -39,8 +39,6 @@ from lamina.ddp.execution.module_buffers import ModuleBuffers
 from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
 from lamina.ddp.group.group import ParameterGroup
 
-__all__ = ["Engine", "GatherBudget", "Guards", "Prefetcher", "SharedSlots", "UnitOrder"]
-
 
 class UnitOrder(Protocol):
     """Compares over ranks which units run."""

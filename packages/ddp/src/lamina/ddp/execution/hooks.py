@@ -40,16 +40,6 @@ from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.tensor_trees import Loan, map_tensors, tensors_in
 
-__all__ = [
-    "ModuleWatch",
-    "UnitHooks",
-    "attach_hooks",
-    "hooks_of",
-    "mark_outputs",
-    "register_forward_method",
-    "unit_of",
-]
-
 _FLAT = frozenset((torch.Tensor, nn.Parameter, type(None), bool, int, float, str))
 """Types of what most modules take and give: there is nothing to look for inside."""
 

@@ -14,8 +14,6 @@ from lamina.collectives.engine import broadcast
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.mesh import role_of
 
-__all__ = ["BufferPolicy", "ModuleBuffers"]
-
 BufferPolicy = Literal["forward", "start", "never"] | bool
 """The setting `broadcast_buffers` of every wrapper. True and False are "forward" and "never"."""
 

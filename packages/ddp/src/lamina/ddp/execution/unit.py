@@ -18,8 +18,6 @@ from lamina.collectives.engine import Span
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.group.weights import COMING, IN_USE, LIVE, Weights
 
-__all__ = ["Dress", "PendingBackward", "UnavailableError", "Unit", "UnitCalls"]
-
 
 class UnavailableError(NotImplementedError):
     """An argument or a call asks for what this machine or this build of Lamina does not have."""

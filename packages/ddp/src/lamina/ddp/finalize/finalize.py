@@ -29,13 +29,6 @@ from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import groups_of
 from lamina.mesh import ParallelMesh
 
-__all__ = [
-    "FinalizesStep",
-    "finalize_grads",
-    "finalize_plain_gradients",
-    "warn_of_unfinished_steps",
-]
-
 _SUMMED = "_lamina_summed"
 """On a `.grad` that is a sum over tp or stages already."""
 

@@ -16,15 +16,6 @@ from lamina.ddp.group.group import ParameterGroup
 from lamina.mesh import ParallelMesh, Role, role_of
 from lamina.mesh.engine import MeshAxis, axis_if_there
 
-__all__ = [
-    "GroupGradient",
-    "PlainGradient",
-    "is_summed_over_tp",
-    "sum_over_tp",
-    "sum_tied",
-    "wide_axis",
-]
-
 
 class GroupGradient:
     """The main grads of a group: flat, what this rank holds of them."""

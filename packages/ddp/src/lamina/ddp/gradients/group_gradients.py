@@ -39,16 +39,6 @@ from lamina.ddp.parameters.dtypes import GroupDtypes
 from lamina.ddp.parameters.strategy import Cadence
 from lamina.mesh.engine import MeshAxis
 
-__all__ = [
-    "AxisSum",
-    "GroupGradients",
-    "LocalGradients",
-    "RankSum",
-    "RankSumFactory",
-    "Squares",
-    "SumSteps",
-]
-
 
 @dataclass(frozen=True)
 class Squares:

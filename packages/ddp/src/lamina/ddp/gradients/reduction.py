@@ -44,15 +44,6 @@ from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.strategy import Cadence
 from lamina.mesh.engine import MeshAxis
 
-__all__ = [
-    "ORDERED",
-    "GradientReduction",
-    "PartialSums",
-    "ReproducibleSum",
-    "TwoAxisSum",
-    "resolve_reduction",
-]
-
 
 class TwoAxisSum(AxisSum):
     """The inner axis at every call, into a buffer apart; the outer one in fp32 at the last."""

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-__all__ = ["BackwardEvent", "BackwardPhase", "GradientEvent", "GradientState"]
-
 
 class GradientState(Enum):
     """What main grads hold."""

@@ -24,16 +24,6 @@ from lamina.ddp.parameters.facts import optimizer_facts
 from lamina.ddp.parameters.parameters import ParameterRef, read_parameters, spec_of
 from lamina.ddp.parameters.strategy import Cadence, Strategy
 
-__all__ = [
-    "GroupSettings",
-    "OptimizerAgreement",
-    "ParameterGroup",
-    "StepFacts",
-    "plan_layout",
-    "refuse_changed",
-    "step_agreement",
-]
-
 WeightsFactory = Callable[[FlatBuffer, DataParallelAxes], Weights]
 """Makes the weights of a group from the buffer that a rank keeps, and the axes."""
 

@@ -33,8 +33,6 @@ from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.parameters import ParameterRef
 from lamina.mesh.engine import copy_role
 
-__all__ = ["MainParameters", "ShownGradients", "UserHooks", "local_of"]
-
 
 class MainParameters:
     """The parameters that an optimizer updates, and where they lie in the flat main weights.

@@ -27,18 +27,6 @@ from lamina.collectives.engine import AllGather, purpose
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.parameters import ParameterRef, title_of
 
-__all__ = [
-    "COMING",
-    "IN_USE",
-    "LIVE",
-    "TRANSITIONS",
-    "Weights",
-    "WeightsState",
-    "WholeWeights",
-    "Writes",
-    "shares_storage",
-]
-
 _VERSION = attrgetter("_version")
 _ADDRESS = torch.Tensor.data_ptr
 

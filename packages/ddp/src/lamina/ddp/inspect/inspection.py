@@ -11,15 +11,6 @@ from lamina.collectives.engine import start_all_gather
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.axes import DataParallelAxes
 
-__all__ = [
-    "HasGroups",
-    "InspectsItself",
-    "full_gradients",
-    "full_parameters",
-    "groups_of",
-    "whole_of",
-]
-
 
 @runtime_checkable
 class HasGroups(Protocol):

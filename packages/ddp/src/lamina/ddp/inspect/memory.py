@@ -12,8 +12,6 @@ from lamina.ddp.inspect.inspection import InspectsItself, groups_of
 from lamina.ddp.inspect.wire import codec_of
 from lamina.ddp.parameters.strategy import Cadence
 
-__all__ = ["MemoryBudgets", "MemoryPlan", "memory_plan"]
-
 
 @dataclass(frozen=True)
 class MemoryBudgets:

@@ -15,8 +15,6 @@ from lamina.ddp.inspect.inspection import groups_of
 from lamina.ddp.parameters.strategy import Cadence
 from lamina.mesh.engine import MeshAxis, host_runs
 
-__all__ = ["WireBytes", "WirePlan", "codec_of", "wire_plan"]
-
 
 @dataclass(frozen=True)
 class WireBytes:

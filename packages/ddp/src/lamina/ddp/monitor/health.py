@@ -27,8 +27,6 @@ from lamina.collectives.engine import CommonFacts
 from lamina.ddp.monitor.pace import NUMBERS, Pace, Straggler
 from lamina.mesh.engine import MeshAxis, check_arguments
 
-__all__ = ["Decision", "HealthMonitor", "Judgement", "shortened", "words_of_all"]
-
 Policy = Literal["stop", "skip", "back"]
 
 _OF_NORMS = 10.0  # times the limit of losses; decision 0415 has the figures

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 
 from lamina.collectives import Ledger
 
-__all__ = ["NUMBERS", "Pace", "Straggler"]
-
 NUMBERS = 7
 """How many numbers ranks tell each other of a step."""
 _TIMED = 8  # of so many steps one is timed, as its collectives have to be recorded

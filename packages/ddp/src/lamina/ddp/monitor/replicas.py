@@ -40,8 +40,6 @@ from lamina.ddp.parameters.facts import digest_of
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, axis_if_there, check_arguments
 
-__all__ = ["ReplicaError", "ReplicaMonitor"]
-
 _LOW = 0xFFFFFFFF
 
 Axes = tuple[MeshAxis, ...]

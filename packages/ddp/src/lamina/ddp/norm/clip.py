@@ -22,8 +22,6 @@ from lamina.ddp.parameters.axes import DataParallelAxes, whole_mesh
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, axis_if_there
 
-__all__ = ["clip_grad_norm"]
-
 
 def clip_grad_norm(
     parameters_or_module: nn.Module | Sequence[nn.Module] | Iterable[torch.Tensor] | torch.Tensor,

@@ -24,8 +24,6 @@ from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.mesh import ParallelMesh, Role, role_of
 from lamina.mesh.engine import MODEL_AXES, MeshAxis, axis_if_there, mesh_axis
 
-__all__ = ["Share", "shares_of"]
-
 
 @dataclass(frozen=True)
 class Share:

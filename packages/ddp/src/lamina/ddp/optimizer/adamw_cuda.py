@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "WARPS", "adamw_kernel", "fused_adamw"]
-
 BLOCK, WARPS = 1024, 4
 
 

@@ -9,14 +9,6 @@ from lamina.collectives.engine import software
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.facts import common_facts_of, optimizer_facts, require_same_over_tp
 
-__all__ = [
-    "adopt_main_parameters",
-    "cut_state",
-    "locate_main_parameters",
-    "refuse_optimizer",
-    "require_same_optimizer",
-]
-
 
 def locate_main_parameters(
     groups: Iterable[ParameterGroup],

@@ -48,20 +48,6 @@ from lamina.ddp.group.group import OptimizerAgreement, ParameterGroup
 from lamina.ddp.group.shown import local_of
 from lamina.ddp.optimizer.adopt_parameters import locate_main_parameters
 
-__all__ = [
-    "BLOCK",
-    "COUNTERS",
-    "ELEMENTWISE",
-    "KERNELS",
-    "MOMENTS",
-    "BorrowedGroups",
-    "FlatStep",
-    "RunKernel",
-    "blocked_adam",
-    "one_pass_adam",
-    "unshare_counts",
-]
-
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD".split())

@@ -21,8 +21,6 @@ from lamina.ddp.optimizer.flat_step import BorrowedGroups
 from lamina.ddp.parameters.axes import whole_mesh
 from lamina.mesh import ParallelMesh
 
-__all__ = ["ShardedGradScaler", "answer_scalers"]
-
 _QUESTION, _AGREED = "_step_supports_amp_scaling", "_lamina_overflow_agreed"
 
 

@@ -19,8 +19,6 @@ from lamina.ddp.optimizer.grad_scaler import answer_scalers
 from lamina.ddp.optimizer.whole_step import adopt_optimizer
 from lamina.mesh import ParallelMesh
 
-__all__ = ["ShardedOptimizer", "match_groups"]
-
 _MAIN_WEIGHTS = "main_weights"
 
 

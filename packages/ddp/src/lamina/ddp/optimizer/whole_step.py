@@ -18,14 +18,6 @@ from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.optimizer.adopt_parameters import adopt_main_parameters, require_same_optimizer
 from lamina.ddp.optimizer.flat_step import ELEMENTWISE, BorrowedGroups, FlatStep
 
-__all__ = [
-    "WholeStep",
-    "adopt_optimizer",
-    "needs_whole_tensors",
-    "refuse_cut_tensors",
-    "show_decoupled",
-]
-
 _BORROWED = "_lamina_borrowed_groups"
 _WHOLE: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
 """Torch's optimizers whose update of an element reads others of its tensor."""

@@ -19,16 +19,6 @@ from lamina.ddp.parameters.parameters import ParameterRef
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, mesh_axis
 
-__all__ = [
-    "DataParallelAxes",
-    "ModelAxes",
-    "check_dimensions",
-    "check_experts",
-    "data_parallel_axes",
-    "refuse_unplaced",
-    "whole_mesh",
-]
-
 
 @dataclass(frozen=True)
 class DataParallelAxes:

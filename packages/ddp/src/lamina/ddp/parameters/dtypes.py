@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["GroupDtypes", "resolve_dtypes"]
-
 
 @dataclass(frozen=True)
 class GroupDtypes:

@@ -16,14 +16,6 @@ from lamina.collectives.engine import CommonFacts, Fact, describe, software
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.parameters import ParameterRef
 
-__all__ = [
-    "common_facts_of",
-    "digest_of",
-    "optimizer_facts",
-    "require_same_model",
-    "require_same_over_tp",
-]
-
 _COLUMNS = 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ODD = -0x61C8864680B583EB  # 2^64 / the golden ratio: spreads small numbers over all bits

@@ -12,16 +12,6 @@ from torch import nn
 from lamina.buffers import BufferLayout, Granularity, TensorSpec
 from lamina.mesh import Role, role_of
 
-__all__ = [
-    "GroupKey",
-    "ParameterRef",
-    "collect_parameters",
-    "group_parameters",
-    "read_parameters",
-    "spec_of",
-    "title_of",
-]
-
 
 @dataclass(frozen=True)
 class ParameterRef:

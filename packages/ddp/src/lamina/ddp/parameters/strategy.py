@@ -10,8 +10,6 @@ from enum import Enum
 from lamina.buffers import Partial, Placements, Replicate, Shard
 from lamina.buffers.engine import Placement
 
-__all__ = ["OUTER_STRATEGIES", "STRATEGIES", "Cadence", "Strategy", "resolve_strategy"]
-
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Names of the inner strategies; a strategy's number is its place (ZeRO 0, 1, 2, 3)."""
 

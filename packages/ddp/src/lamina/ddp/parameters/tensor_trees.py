@@ -11,8 +11,6 @@ from torch import nn
 
 from lamina.ddp.compat import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Loan", "map_tensors", "tensors_in"]
-
 _PLAIN = (str, bytes, int, float, type)  # what neither is a tensor nor holds one
 _DEPTH = 4  # objects inside objects: deep enough for outputs, too shallow for a whole model
 

@@ -23,15 +23,6 @@ from lamina.ddp.parameters.dtypes import resolve_dtypes
 from lamina.ddp.parameters.parameters import GroupKey, ParameterRef, group_parameters
 from lamina.ddp.wrapper.config import DistributedDataParallelConfig
 
-__all__ = [
-    "BucketWaits",
-    "adopt_model_weights",
-    "make_buckets",
-    "plan_buckets",
-    "registered_pool",
-    "registration_refusal",
-]
-
 
 class BucketWaits:
     """Which modules of one wrapped model wait for which buckets' weights.

@@ -10,8 +10,6 @@ from lamina.ddp.gradients.reduction import resolve_reduction
 from lamina.ddp.parameters.strategy import Strategy, resolve_strategy
 from lamina.mesh.engine import check_fields, setting
 
-__all__ = ["DistributedDataParallelConfig"]
-
 
 @dataclass(frozen=True)
 class DistributedDataParallelConfig:

@@ -47,8 +47,6 @@ from lamina.ddp.wrapper.config import DistributedDataParallelConfig
 from lamina.mesh import ParallelLayout, ParallelMesh
 from lamina.mesh.engine import axis_if_there, copy_roles, named_mesh, require_overlap, translates
 
-__all__ = ["DataParallel", "DistributedDataParallel"]
-
 _IN_FLIGHT = 4
 """Reductions that are not waited for yet."""
 _AHEAD = 4

@@ -62,8 +62,6 @@ from lamina.fsdp.weights.unit_slots import UnitSlots, refuse_unavailable
 from lamina.mesh import ParallelLayout
 from lamina.mesh.engine import named_mesh
 
-__all__ = ["Sharding", "build_units", "resolve", "start_engine", "updated_apart", "without_values"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:

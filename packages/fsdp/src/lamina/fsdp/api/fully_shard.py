@@ -52,8 +52,6 @@ from lamina.fsdp.units.plan import plan_units, refine
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import require_overlap, translates
 
-__all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
-
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _P = ParamSpec("_P")
 _TRANSPOSES = "keep_fp8_transpose_cache"

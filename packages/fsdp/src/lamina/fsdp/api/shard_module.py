@@ -44,8 +44,6 @@ from lamina.fsdp.units.plan import UnitPlan, refuse_container
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import check_arguments, named_mesh, translates
 
-__all__ = ["ModuleWithUnit", "shard_module"]
-
 _P = ParamSpec("_P")
 _ONE_STRATEGY = "fully_shard(model, optimizer, zero_dp_strategy=), as shard_module is ZeRO-3"
 _FOREIGN = {

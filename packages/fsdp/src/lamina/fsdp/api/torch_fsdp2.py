@@ -37,8 +37,6 @@ from lamina.mesh.engine import (
     require_overlap,
 )
 
-__all__ = ["TorchFullyShardedDataParallel", "TorchFullyShardedDataParallelConfig"]
-
 
 @dataclass(frozen=True)
 class TorchFullyShardedDataParallelConfig:

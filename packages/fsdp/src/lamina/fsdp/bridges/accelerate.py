@@ -22,8 +22,6 @@ from lamina.fsdp.bridges.trainer_state import (
 )
 from lamina.mesh import init_distributed
 
-__all__ = ["LaminaAccelerator"]
-
 _STATE = "sharded_state"
 _OTHERS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 

@@ -16,8 +16,6 @@ from lamina.fsdp.api.fully_shard import fully_shard_optimizer
 from lamina.fsdp.bridges.trainer_state import load_sharded, shard_over_all_ranks
 from lamina.fsdp.module.sharded_module import ShardedModule
 
-__all__ = ["LaminaStrategy"]
-
 _REST = "meta.pt"
 _STEPS = ("validation_step", "test_step", "predict_step")
 

@@ -16,14 +16,6 @@ from lamina.fsdp.api.fully_shard import fully_shard_model, fully_shard_optimizer
 from lamina.fsdp.module.sharded_module import ShardedModule
 from lamina.mesh import ParallelMesh
 
-__all__ = [
-    "attach_optimizer",
-    "load_sharded",
-    "shard_over_all_ranks",
-    "whole_state",
-    "with_memory_of_their_own",
-]
-
 
 def shard_over_all_ranks(model: nn.Module, sharding: Mapping[str, Any]) -> ShardedModule:
     """Shard a model for a trainer that gives every rank other rows of the data.

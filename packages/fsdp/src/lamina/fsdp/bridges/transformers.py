@@ -13,8 +13,6 @@ from transformers.trainer import SCHEDULER_NAME
 from lamina.fsdp.bridges.accelerate import LaminaAccelerator
 from lamina.fsdp.bridges.trainer_state import load_sharded
 
-__all__ = ["LaminaTrainer", "ShardedTraining"]
-
 _OPTIMIZER = "sharded_optimizer"
 _Mixin: Any = object  # mypy then lets it use what the trainer beside it has
 

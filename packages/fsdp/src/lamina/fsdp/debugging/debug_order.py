@@ -14,8 +14,6 @@ import torch
 from lamina.collectives.engine import start_all_gather
 from lamina.ddp.engine import DataParallelAxes, Unit
 
-__all__ = ["OrderCheck", "RankOrderError"]
-
 _REMEDY = (
     "Under zero_dp_strategy=3 a unit runs on all ranks or on none: call it everywhere (on a dummy "
     "batch, times zero), or use zero_dp_strategy=2, which keeps weights whole"

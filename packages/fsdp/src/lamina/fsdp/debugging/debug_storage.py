@@ -17,8 +17,6 @@ from lamina.buffers import StaleStorageError, StoragePool
 from lamina.buffers.engine import SavedTensorGuard
 from lamina.fsdp.compat import TorchDispatchMode, tree_leaves
 
-__all__ = ["StorageCheck"]
-
 
 class StorageCheck:
     """Watches over reads of weights in a pool that is NaN wherever no unit lives (`poison`)."""

@@ -8,8 +8,6 @@ from torch import nn
 
 from lamina.ddp.engine import COMING, Engine, UnavailableError, Unit, UnitHooks, hooks_of, unit_of
 
-__all__ = ["UnitMethods", "UnshardHandle"]
-
 _FLAGS = "_lamina_final_flags"
 
 

@@ -23,8 +23,6 @@ from lamina.fsdp.state.state_dicts import prepare_given_optimizers
 from lamina.fsdp.units.dtensors import take_form
 from lamina.mesh.engine import copy_role
 
-__all__ = ["ShardedModule", "WatchedModule", "adopt", "remember_sharding"]
-
 ModuleT = TypeVar("ModuleT", bound="ShardedModule")
 
 

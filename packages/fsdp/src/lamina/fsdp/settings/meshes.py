@@ -14,8 +14,6 @@ from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.mesh import AxisError, ParallelMesh
 from lamina.mesh.engine import GroupRef, MeshAxis, axis_if_there, live_group, mesh_axis
 
-__all__ = ["Mesh", "computing_device", "model_axes", "resolve_meshes"]
-
 Names = str | Sequence[str]
 Mesh = ParallelMesh | DeviceMesh
 

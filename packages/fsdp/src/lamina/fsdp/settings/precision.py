@@ -10,8 +10,6 @@ import torch
 from lamina.ddp.engine import GroupDtypes, resolve_dtypes
 from lamina.mesh.engine import check_fields
 
-__all__ = ["MixedPrecisionPolicy", "WeightCodec", "policy_from"]
-
 
 class WeightCodec(Protocol):
     """How a block of weights is encoded.

@@ -29,8 +29,6 @@ from lamina.fsdp.settings.precision import MixedPrecisionPolicy, policy_from
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import check_fields, setting
 
-__all__ = ["ShardingSettings", "StrategyChoice"]
-
 StrategyChoice = int | str | Strategy
 """A strategy's number or name, or the strategy itself."""
 

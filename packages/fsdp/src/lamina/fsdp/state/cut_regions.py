@@ -23,15 +23,6 @@ from lamina.ddp.engine import (
 )
 from lamina.fsdp.units.dtensors import is_cut_dtensor, region_of_dtensor
 
-__all__ = [
-    "TensorRegions",
-    "beside_parts",
-    "refuse_looking_at_part",
-    "refuse_parts",
-    "regions_of",
-    "show_parts",
-]
-
 _REGIONS = "_lamina_regions"
 
 

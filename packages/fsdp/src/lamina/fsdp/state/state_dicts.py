@@ -17,13 +17,6 @@ from lamina.ddp.engine import ELEMENTWISE, local_of_state_call
 from lamina.fsdp.compat import TorchDispatchMode, tree_map_only
 from lamina.fsdp.state.cut_regions import TensorRegions, regions_of
 
-__all__ = [
-    "give_whole_tensors",
-    "gives_whole_tensors",
-    "prepare_given_optimizers",
-    "prepare_optimizer_state",
-]
-
 _WHOLE = "_lamina_whole_state"
 _REGULAR = ELEMENTWISE | {getattr(torch.optim, "Muon", torch.optim.SGD)}
 """Optimizers whose state is one tensor per name, of the parameter's shape, and counts."""

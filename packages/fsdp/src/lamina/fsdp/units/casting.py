@@ -11,8 +11,6 @@ from lamina.ddp.engine import Loan, ParameterRef, map_tensors
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 
-__all__ = ["cast_buffers", "check_patterns", "keep_modules"]
-
 
 def check_patterns(module: nn.Module, settings: ShardingSettings) -> None:
     """Raise ValueError for a pattern that nothing matches, or a parameter without a strategy."""

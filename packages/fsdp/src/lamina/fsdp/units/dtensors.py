@@ -21,15 +21,6 @@ from lamina.ddp.engine import ParameterRef, collect_parameters
 from lamina.fsdp.compat import local_shape_and_offset
 from lamina.mesh import mark
 
-__all__ = [
-    "LocalisedParameters",
-    "is_cut_dtensor",
-    "localise_dtensors",
-    "point_at_localised",
-    "region_of_dtensor",
-    "take_form",
-]
-
 _FORM = "_lamina_dtensor_form"
 _LOCALISED = "_lamina_localised"
 

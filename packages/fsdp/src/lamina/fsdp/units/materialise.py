@@ -11,13 +11,6 @@ from lamina.ddp.engine import ParameterRef
 from lamina.fsdp.compat import free_of_references
 from lamina.fsdp.units.plan import UnitPlan
 
-__all__ = [
-    "materialise_unit",
-    "move_buffers",
-    "refuse_uninitialised",
-    "refuse_unwritten_buffers",
-]
-
 _UNWRITTEN = 0xA5
 _LOOK_AT = 4096  # bytes of a tensor that tell whether anybody wrote to it
 

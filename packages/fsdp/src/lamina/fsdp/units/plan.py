@@ -9,8 +9,6 @@ from torch import nn
 
 from lamina.ddp.engine import ParameterRef, collect_parameters
 
-__all__ = ["UnitPlan", "plan_units", "refine", "refuse_container", "resolve_unit_classes"]
-
 
 @dataclass(frozen=True)
 class UnitPlan:

@@ -27,14 +27,6 @@ from lamina.ddp.engine import (
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.weights.sharded import ShardedWeights
 
-__all__ = [
-    "OffloadedSum",
-    "OffloadedWeights",
-    "SideStream",
-    "check_offload",
-    "offloaded",
-]
-
 
 def check_offload(settings: ShardingSettings, device: torch.device, axes: DataParallelAxes) -> None:
     """Raise for what excludes shards in host memory.

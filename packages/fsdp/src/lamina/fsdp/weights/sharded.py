@@ -19,8 +19,6 @@ from lamina.ddp.engine import (
 )
 from lamina.fsdp.settings.precision import WeightCodec
 
-__all__ = ["EncodedWeights", "ShardedWeights"]
-
 
 class ShardedWeights(Weights):
     """A rank keeps its shard; the whole lives in the pool's storage while a unit computes.

@@ -23,8 +23,6 @@ from lamina.ddp.engine import UnavailableError, Unit, registration_refusal
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.weights.sharded import ShardedWeights
 
-__all__ = ["UnitSlots", "refuse_unavailable"]
-
 
 def refuse_unavailable(
     settings: ShardingSettings, groups: Sequence[ProcessGroup | None], device: torch.device

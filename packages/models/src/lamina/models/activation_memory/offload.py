@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["Offloader", "OnHost"]
-
 
 class Offloader:
     """Moves the saved tensors of a model's blocks; one object serves all of the blocks.

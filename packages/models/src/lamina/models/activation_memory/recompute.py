@@ -33,8 +33,6 @@ from lamina.models.mamba.block import CausalConvolution, GatedNorm, StateSpaceSc
 from lamina.models.moe.router import TopKRouter
 from lamina.models.precision.fp8_products import Float8Products, replaying_scales
 
-__all__ = ["RecomputePolicy", "apply_recompute", "is_recomputed"]
-
 Kind = Literal["none", "full", "selective", "offload"]
 Operation = Literal["attention", "norm", "activation", "scan"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

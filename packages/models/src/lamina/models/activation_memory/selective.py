@@ -21,8 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lamina.mesh.engine import recompute_contexts
 from lamina.models.base.applied import applied
 
-__all__ = ["Discarder"]
-
 
 class Discarder:
     """Knows, while a block's forward runs, which storages hold outputs that are not to be saved."""

@@ -16,15 +16,6 @@ from lamina.models.layers.dropout import dropout_stream
 from lamina.models.layers.linear import RowParallelLinear, from_residual, into_residual
 from lamina.models.layers.norms import RMSNorm
 
-__all__ = [
-    "Attention",
-    "AttentionCore",
-    "MultiHeadAttention",
-    "SelfAttention",
-    "output_projection",
-    "variant_of",
-]
-
 
 class AttentionCore(nn.Module):
     """RoPE, scores, softmax and mixing of values, without parameters.

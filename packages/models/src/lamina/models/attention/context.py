@@ -15,8 +15,6 @@ from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.layers.zigzag import cut_sequence
 from lamina.models.moe.losses import RoutingContext
 
-__all__ = ["AttentionContext", "default_positions", "same_for_all"]
-
 
 def default_positions(tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
     """Count from 0, per document where there are documents: int64 `[(batch,) sequence]`."""

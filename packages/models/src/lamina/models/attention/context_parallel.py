@@ -27,8 +27,6 @@ from lamina.models.attention.pieced import Block, InPieces, Piece, attend_in_pie
 from lamina.models.base.config import TransformerConfig
 from lamina.models.layers.zigzag import cut_sequence, in_order, out_of_order
 
-__all__ = ["Ring", "check_context_parallel", "check_pattern", "parallel_pattern", "positions_of"]
-
 
 def positions_of(rank: int, size: int, sequence: int, device: torch.device) -> Tensor:
     """Positions of a rank's tokens in the whole sequence: int64 `[sequence / size]`."""

@@ -22,22 +22,6 @@ from lamina.models.base.config import TransformerConfig
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = [
-    "AttentionPattern",
-    "Flex",
-    "Masked",
-    "Varlen",
-    "allowed_pairs",
-    "check_path",
-    "choose_pattern",
-    "document_positions",
-    "document_runs",
-    "document_starts",
-    "flex_over",
-    "refuse_dropout",
-    "repeat_heads",
-]
-
 
 class AttentionPattern(Protocol):
     """A way to compute attention."""

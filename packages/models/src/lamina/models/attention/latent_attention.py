@@ -26,8 +26,6 @@ from lamina.models.layers.linear import (
 )
 from lamina.models.layers.norms import RMSNorm
 
-__all__ = ["LatentAttention", "LatentSelfAttention"]
-
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 

@@ -29,8 +29,6 @@ from lamina.models.compat import (
     flash_attention_for_cpu,
 )
 
-__all__ = ["Block", "InPieces", "Piece", "attend_in_pieces", "merge"]
-
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from lamina.models.base.config import RopeScaling, TransformerConfig
 
-__all__ = ["apply_rotary", "rotary_tables"]
-
 
 def rotary_rates(config: TransformerConfig, device: torch.device) -> Tensor:
     """Angles per position of the pairs of elements, scaled: float32 `[rotary_width / 2]`."""

@@ -5,8 +5,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["applied"]
-
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Call `function.apply`, to which torch gives no types, of a function that returns a tensor."""

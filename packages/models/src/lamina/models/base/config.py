@@ -28,17 +28,6 @@ from lamina.models.base.configs.product_precision import Precision
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.base.weight_link import WeightLink
 
-__all__ = [
-    "Activation",
-    "AttentionVariant",
-    "HeadWidths",
-    "LayerKind",
-    "Reduction",
-    "RopeScaling",
-    "TransformerConfig",
-    "yarn_magnitude",
-]
-
 AttentionPath = Literal["auto", "sdpa", "varlen", "flex"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
 Norm = Literal["rmsnorm", "layernorm"]

@@ -18,18 +18,6 @@ from lamina.mesh import derive_seed
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.mesh_axes import cut_weight
 
-__all__ = [
-    "assign_seeds",
-    "check_same_seed",
-    "draw_seed",
-    "extremes",
-    "fill",
-    "fill_stack",
-    "normal",
-    "uniform",
-]
-
-
 Draw = Callable[..., Tensor]
 """Fills a whole weight in place, given a `generator`, and returns it, or what it makes of it."""
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from lamina.mesh.engine import copy_role
 
-__all__ = ["KeepsRoles"]
-
 ModuleT = TypeVar("ModuleT", bound="KeepsRoles")
 
 

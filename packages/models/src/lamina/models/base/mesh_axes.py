@@ -10,8 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, mesh_axis
 
-__all__ = ["MeshLike", "axis_of", "context_ranks", "cut_weight", "join_weight", "require_divisible"]
-
 MeshLike: TypeAlias = ParallelMesh | DeviceMesh | MeshAxis | None
 
 

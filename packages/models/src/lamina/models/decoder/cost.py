@@ -3,8 +3,6 @@
 from lamina.models.attention.attention import variant_of
 from lamina.models.base.config import TransformerConfig
 
-__all__ = ["matrix_parameters", "training_flops_per_token"]
-
 
 def matrix_parameters(config: TransformerConfig) -> int:
     """Count the weights that a token is multiplied with: projections and the head.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from lamina.collectives.engine import broadcast
 
-__all__ = ["generate", "sample"]
-
 
 @torch.no_grad()
 def generate(

@@ -26,9 +26,6 @@ from lamina.models.layers.zigzag import check_divisible, cut_sequence, join_sequ
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.losses import RoutingContext
 
-__all__ = ["HOOKS", "GPTModel", "require_gpt"]
-
-
 # The attributes in which torch keeps a module's hooks.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

@@ -19,16 +19,6 @@ from lamina.models.mamba.block import MambaMixer, MambaState
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.layer import MoELayer
 
-__all__ = [
-    "AttentionBlock",
-    "ExpertBlock",
-    "MLPBlock",
-    "MambaBlock",
-    "ResidualBlock",
-    "TransformerBlock",
-    "make_block",
-]
-
 
 class TransformerBlock(nn.Module):
     """Pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`.

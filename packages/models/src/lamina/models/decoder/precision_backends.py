@@ -14,8 +14,6 @@ from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lamina.models.precision.fp8 import MULTIPLE
 from lamina.models.precision.fp8_products import AmaxExchange, Cut, Float8Products
 
-__all__ = ["amax_exchanges", "apply_precision", "float8_weights"]
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 

@@ -10,8 +10,6 @@ from lamina.models.attention.latent_attention import LatentAttention
 from lamina.models.base.config import RopeScaling, TransformerConfig, yarn_magnitude
 from lamina.models.base.configs.moe import MoEConfig
 
-__all__ = ["preset", "preset_names"]
-
 
 def _sized(*sizes: int, **shape: Any) -> TransformerConfig:
     """Hidden size, layers, heads and inner width of one model, with the shape of its family."""

@@ -15,8 +15,6 @@ from lamina.collectives import copy_to, scatter_to
 from lamina.mesh.engine import MeshAxis
 from lamina.models.layers.zigzag import cut_sequence
 
-__all__ = ["Splice", "image_positions"]
-
 
 @dataclass(frozen=True)
 class Splice:

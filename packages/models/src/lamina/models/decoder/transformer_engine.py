@@ -23,8 +23,6 @@ from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["PrecisionUnavailableError", "make_recipe", "use_transformer_engine"]
-
 
 class PrecisionUnavailableError(RuntimeError):
     """A precision needs a library or a device that this machine does not have."""

@@ -9,8 +9,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-__all__ = ["AS_IT_IS", "ConfigFields", "refuse_other_classes", "shortened"]
-
 AS_IT_IS = """
 lamina.fsdp trains the model of transformers as it is:
     model = transformers.AutoModelForCausalLM.from_pretrained(path)

@@ -25,9 +25,6 @@ from lamina.models.huggingface.config_fields import (
 from lamina.models.huggingface.moe import EXPERT_FIELDS, read_moe, written_moe
 from lamina.models.huggingface.weight_maps import model_type
 
-__all__ = ["config_from_huggingface", "huggingface_config"]
-
-
 _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",

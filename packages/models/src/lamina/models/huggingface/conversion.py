@@ -19,8 +19,6 @@ from lamina.models.huggingface.sources import SourceTensors, open_source
 from lamina.models.huggingface.weight_maps import WeightLink, weight_map
 from lamina.models.moe.expert_axes import ExpertAxes
 
-__all__ = ["from_huggingface", "to_huggingface"]
-
 
 def to_huggingface(
     model: GPTModel,

@@ -12,8 +12,6 @@ from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.weight_link import WeightLink, linked
 
-__all__ = ["EXPERT_FIELDS", "moe_links", "moe_model_type", "read_moe", "written_moe"]
-
 EXPERT_FIELDS = (
     *("num_experts_per_tok", "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
     *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),

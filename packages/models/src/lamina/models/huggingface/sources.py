@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from lamina.models.huggingface.config_fields import AS_IT_IS, shortened
 
-__all__ = ["SourceTensors", "open_source"]
-
 
 class SourceTensors:
     """The tensors of a directory or of a model in memory; notes which of them were read.

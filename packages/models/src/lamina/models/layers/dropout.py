@@ -10,8 +10,6 @@ from lamina.mesh.engine import MeshAxis, require_stream
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.compat import one_graph_break
 
-__all__ = ["Dropout", "dropout_stream"]
-
 
 def dropout_stream(
     rate: float, sharded: bool, axis: MeshAxis | None = None

@@ -19,8 +19,6 @@ from lamina.models.layers.linear import for_cut_layers
 from lamina.models.layers.loss import IGNORED, check_ids, check_reduction, linear_cross_entropy
 from lamina.models.layers.matmul_products import may_sink
 
-__all__ = ["OutputHead", "PositionEmbedding", "VocabParallelEmbedding"]
-
 
 def look_up(weight: Tensor, ids: Tensor) -> Tensor:
     """Rows `[..., width]` of a table, for int64 ids `[...]`."""

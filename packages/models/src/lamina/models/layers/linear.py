@@ -43,16 +43,6 @@ from lamina.models.layers.matmul_products import (
 )
 from lamina.models.precision.fp8_products import Cut, Float8Products
 
-__all__ = [
-    "ColumnParallelLinear",
-    "Linear",
-    "RowParallelLinear",
-    "attach_queue",
-    "for_cut_layers",
-    "from_residual",
-    "into_residual",
-]
-
 
 @dataclass(frozen=True)
 class _CutProduct:

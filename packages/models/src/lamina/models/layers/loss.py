@@ -22,14 +22,6 @@ from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.compat import graph_is_kept
 from lamina.models.layers.matmul_products import under_autocast, write_product
 
-__all__ = [
-    "IGNORED",
-    "check_ids",
-    "check_reduction",
-    "linear_cross_entropy",
-    "vocab_parallel_cross_entropy",
-]
-
 
 def check_ids(
     name: str,

@@ -21,19 +21,6 @@ from torch.autograd.function import once_differentiable
 from lamina.ddp.engine import gradient_sink, has_gradient_sink
 from lamina.models.base.applied import applied
 
-__all__ = [
-    "PLAIN",
-    "Late",
-    "Products",
-    "WeightGradientQueue",
-    "deliver",
-    "may_sink",
-    "under_autocast",
-    "weight_gradient",
-    "without_autocast",
-    "write_product",
-]
-
 
 class Gradients(Protocol):
     """The two products of a backward, given the gradient of the output."""

@@ -10,8 +10,6 @@ from lamina.models.base.configs.field_checks import require_one_of
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.layers.linear import from_residual, into_residual
 
-__all__ = ["MLP", "ActivationFunction"]
-
 
 class ActivationFunction(nn.Module):
     """GELU, SwiGLU or squared ReLU, as a module, so that selective recomputation can find it."""

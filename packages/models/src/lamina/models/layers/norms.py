@@ -11,8 +11,6 @@ from lamina.mesh import mark
 from lamina.models.base.applied import applied
 from lamina.models.base.config import TransformerConfig
 
-__all__ = ["LayerNorm", "RMSNorm", "make_norm"]
-
 
 class _Norm(nn.Module):
     """What both norms have in common: parameters over the last dimension."""

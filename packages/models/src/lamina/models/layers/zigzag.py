@@ -12,8 +12,6 @@ from lamina.collectives import gather_from
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 
-__all__ = ["check_divisible", "cut_sequence", "in_order", "join_sequence", "out_of_order"]
-
 
 def check_divisible(length: int, axis: MeshAxis | None) -> None:
     """Raise ValueError unless each rank of an axis can have two chunks of the sequence."""

@@ -18,8 +18,6 @@ from lamina.models.layers.linear import from_residual, into_residual
 from lamina.models.layers.matmul_products import under_autocast
 from lamina.models.mamba.scan import choose_path, chunked_scan, kernel_scan, scan_step
 
-__all__ = ["CausalConvolution", "GatedNorm", "MambaMixer", "MambaState", "StateSpaceScan"]
-
 
 class CausalConvolution(nn.Module):
     """A causal convolution of each channel over the last `taps` tokens, then SiLU.

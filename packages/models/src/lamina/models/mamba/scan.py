@@ -24,8 +24,6 @@ from lamina.models.attention.kernels import document_starts
 from lamina.models.base.configs.mamba import MambaPath
 from lamina.models.layers.matmul_products import without_autocast
 
-__all__ = ["choose_path", "chunked_scan", "fused_scan", "kernel_scan", "scan_step"]
-
 _LOGGER = logging.getLogger(__name__)
 _HALF = (torch.float16, torch.bfloat16)
 

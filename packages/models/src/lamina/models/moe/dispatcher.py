@@ -36,8 +36,6 @@ from lamina.models.moe.routing import (
     rows_to_tokens,
 )
 
-__all__ = ["Dispatch", "ExpertRows", "TokenDispatcher"]
-
 
 @dataclass(frozen=True)
 class ExpertRows:

@@ -19,8 +19,6 @@ from lamina.collectives.engine import Pending, start_all_to_all
 from lamina.mesh.engine import GroupRef
 from lamina.models.base.applied import applied
 
-__all__ = ["RowExchange", "gather_rows", "reduce_rows"]
-
 
 class RowExchange:
     """An all-to-all of rows that starts with the object's construction and ends with `wait`.

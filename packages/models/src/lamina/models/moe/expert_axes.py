@@ -10,8 +10,6 @@ from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, mesh_axis
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 
-__all__ = ["ExpertAxes"]
-
 
 @dataclass(frozen=True)
 class ExpertAxes:

@@ -27,9 +27,6 @@ from lamina.models.layers.mlp import ActivationFunction
 from lamina.models.moe.dispatcher import ExpertRows
 from lamina.models.moe.expert_axes import ExpertAxes
 
-__all__ = ["GroupedExperts"]
-
-
 Way = Literal["batched", "grouped", "loop"]
 
 

@@ -13,8 +13,6 @@ from lamina.models.moe.experts import GroupedExperts
 from lamina.models.moe.losses import RoutingContext
 from lamina.models.moe.router import TopKRouter
 
-__all__ = ["MoELayer"]
-
 
 class MoELayer(nn.Module):
     """Mixture of experts: a router, the experts of this rank, and maybe shared experts.

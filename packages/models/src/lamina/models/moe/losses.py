@@ -24,15 +24,6 @@ from lamina.models.layers.zigzag import cut_sequence
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.routing import count_copies
 
-__all__ = [
-    "AuxiliaryScale",
-    "RoutingContext",
-    "Scored",
-    "auxiliary_losses",
-    "inject",
-    "load_by_sequence",
-]
-
 
 class AuxiliaryScale:
     """The factor of the auxiliary losses' gradients in the backward of one forward.

@@ -34,8 +34,6 @@ from lamina.models.moe.losses import (
 )
 from lamina.models.moe.routing import Routing, choose_experts, count_copies, within_capacity
 
-__all__ = ["LayerRouting", "TopKRouter", "routing_statistics"]
-
 
 class RoutingTotals:
     """Sums over the microbatches of a step. They stay on the device, so the host never waits."""

@@ -17,18 +17,6 @@ from torch.autograd.function import once_differentiable
 from lamina.models.base.applied import applied
 from lamina.models.base.configs.moe import Drop, MoEConfig
 
-__all__ = [
-    "Routing",
-    "RowOrder",
-    "choose_experts",
-    "copies_to_rows",
-    "count_copies",
-    "rows_by_expert",
-    "rows_to_capacity",
-    "rows_to_tokens",
-    "within_capacity",
-]
-
 
 @dataclass(frozen=True)
 class Routing:

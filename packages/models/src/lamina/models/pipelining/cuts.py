@@ -10,8 +10,6 @@ from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.product_precision import Precision
 from lamina.models.decoder.cost import training_flops_per_token
 
-__all__ = ["Layout", "cut_layers", "part_costs", "resolve_layout"]
-
 Layout = tuple[tuple[int, ...], ...]
 """Layers of each stage, in order."""
 

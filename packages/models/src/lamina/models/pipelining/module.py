@@ -16,8 +16,6 @@ from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.precision_backends import amax_exchanges
 from lamina.models.layers.zigzag import cut_sequence
 
-__all__ = ["GPTStage", "Microbatch", "OncePerStep", "SumsGradients"]
-
 
 @runtime_checkable
 class SumsGradients(Protocol):

@@ -26,8 +26,6 @@ from lamina.models.pipelining.schedule import (
     schedule_kind,
 )
 
-__all__ = ["pipeline"]
-
 
 def pipeline(
     model: GPTModel,

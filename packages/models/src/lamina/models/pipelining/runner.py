@@ -25,8 +25,6 @@ from lamina.models.pipelining.module import Microbatch, OncePerStep
 if TYPE_CHECKING:
     from lamina.models.pipelining.stage import LaminaStage
 
-__all__ = ["PipelineRunner"]
-
 
 class PipelineRunner(nn.Module):
     """This rank's stages of a pipeline; made by `pipeline`.

@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-__all__ = ["SCHEDULES", "Schedule", "make_schedule", "number_of_stages", "schedule_kind"]
-
 Schedule = Literal[
     "gpipe",
     "1f1b",

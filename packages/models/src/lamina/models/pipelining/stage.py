@@ -24,8 +24,6 @@ from lamina.models.layers.linear import attach_queue
 from lamina.models.layers.matmul_products import Late, WeightGradientQueue, deliver
 from lamina.models.pipelining.module import GPTStage, Microbatch, SumsGradients
 
-__all__ = ["LaminaStage"]
-
 Operation = Callable[..., Message]
 
 

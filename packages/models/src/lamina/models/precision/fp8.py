@@ -18,18 +18,6 @@ from torch import Tensor
 
 from lamina.models.compat import HAS_SCALED_MM_V2_ON_CPU, scaled_mm, scaled_mm_v2
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "MULTIPLE",
-    "Coded",
-    "Float8Codec",
-    "encode",
-    "magnitude",
-    "scaled_product",
-]
-
-
 FORWARD = torch.float8_e4m3fn
 """The dtype of activations and weights: three bits of fraction, up to 448."""
 BACKWARD = torch.float8_e5m2

@@ -23,8 +23,6 @@ from lamina.models.precision.fp8 import (
     scaled_product,
 )
 
-__all__ = ["AmaxExchange", "Cut", "Float8Products", "replaying_scales"]
-
 Cut = Literal["output", "input"]
 INPUT, WEIGHT, GRADIENT = range(3)
 

@@ -17,8 +17,6 @@ from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.splice import Splice, image_positions
 from lamina.models.vision.transformer import Images, Projector, VisionConfig, VisionTransformer
 
-__all__ = ["VisionLanguageModel"]
-
 Part = Literal["vision", "projector", "language"]
 
 

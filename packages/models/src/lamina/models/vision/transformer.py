@@ -22,17 +22,6 @@ from lamina.models.layers.linear import ColumnParallelLinear, Linear, RowParalle
 from lamina.models.layers.mlp import ActivationFunction
 from lamina.models.layers.norms import LayerNorm
 
-__all__ = [
-    "Images",
-    "Patches",
-    "Projector",
-    "VisionConfig",
-    "VisionTransformer",
-    "WithinImages",
-    "cut_patches",
-]
-
-
 Images: TypeAlias = Tensor | Sequence[Tensor]
 
 

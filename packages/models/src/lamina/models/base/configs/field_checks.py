@@ -4,15 +4,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "refuse_unread",
-    "require_at_least",
-    "require_choices",
-    "require_divides",
-    "require_one_of",
-    "require_positive",
-]
-
 
 def require_choices(settings: object, kind: type) -> None:
     """Raise ValueError for a field that is a Literal in `kind`, and has none of its values."""

@@ -11,8 +11,6 @@ from lamina.models.base.configs.field_checks import (
     require_divides,
 )
 
-__all__ = ["LETTERS", "MambaConfig", "MambaPath", "check_pattern"]
-
 MambaPath = Literal["auto", "torch", "fla"]
 
 LETTERS = {

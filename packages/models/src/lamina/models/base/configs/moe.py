@@ -10,8 +10,6 @@ from lamina.models.base.configs.field_checks import (
     require_divides,
 )
 
-__all__ = ["Dispatcher", "Drop", "ExpertsPath", "MoEConfig"]
-
 Scores = Literal["softmax", "sigmoid"]
 Drop = Literal["weight", "position"]
 Dispatcher = Literal["all_to_all", "all_gather"]

@@ -9,8 +9,6 @@ from lamina.models.base.configs.field_checks import (
     require_one_of,
 )
 
-__all__ = ["Precision"]
-
 Backend = Literal["torch", "torch-fp8", "transformer_engine"]
 Scaling = Literal["tensorwise", "rowwise", "block", "mxfp8", "nvfp4"]
 Amax = Literal["current", "delayed"]

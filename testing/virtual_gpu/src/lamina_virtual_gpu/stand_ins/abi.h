@@ -21,6 +21,7 @@ enum Status {
   kPeerAccessAlreadyEnabled = 704,
   kHostMemoryAlreadyRegistered = 712,
   kHostMemoryNotRegistered = 713,
+  kLaunchFailure = 719,
   kNotSupported = 801,
   kCaptureUnsupported = 900,
   kCaptureInvalidated = 901,

@@ -143,7 +143,8 @@ EXPORT int cudaDeviceSynchronize() {
     end = end_of_device(chosen);
   }
   host_wait("cudaDeviceSynchronize", end);
-  return kSuccess;
+  reach_end_of_all();
+  return has_failed() ? set_error(kLaunchFailure) : kSuccess;
 }
 
 EXPORT int cudaDriverGetVersion(int *out) {

@@ -34,6 +34,16 @@ static const Profile *chosen_profile() {
   _exit(2);
 }
 
+static Order chosen_order() {
+  const char *text = getenv("VGPU_COMPUTE");
+  const std::string name = text && *text ? text : "none";
+  static const char *const names[] = {"none", "at-once", "clock", "late", "adversarial"};
+  for (int i = 0; i < 5; i++)
+    if (name == names[i]) return (Order)i;
+  fprintf(stderr, "virtual GPU: VGPU_COMPUTE=%s is no order; known are none at-once clock late adversarial\n", name.c_str());
+  _exit(2);
+}
+
 // A stand-in in the place of a real driver would silently train nothing.
 static void refuse_beside_a_real_driver() {
   if (access("/proc/driver/nvidia/version", F_OK) && access("/dev/nvidiactl", F_OK)) return;
@@ -75,6 +85,9 @@ const Settings &settings() {
     s->trace = setting("VGPU_TRACE", 0) != 0;
     s->shares = setting("VGPU_SHARE", 0) != 0;
     s->multicast = setting("VGPU_MULTICAST", gpu->multicast) != 0;
+    s->order = chosen_order();
+    s->seed = (unsigned long)setting("VGPU_SEED", 0);
+    if (s->order != Order::none) s->largest_copy = s->largest_device_copy = SIZE_MAX;
     return s;
   }();
   return *made;

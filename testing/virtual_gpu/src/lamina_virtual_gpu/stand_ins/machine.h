@@ -1,5 +1,7 @@
 // What all stand-ins share: settings, the clock, the record, streams and memory of the virtual GPUs of this process.
 #pragma once
+#include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -41,8 +43,11 @@ struct Settings {
   size_t largest_copy, largest_device_copy, largest_mirrored;  // bytes that are really copied
   bool trace, multicast;
   bool shares;  // whether other processes play the other ranks, and memory can be shared with them
+  enum class Order { none, at_once, clock, late, adversarial } order;  // when the work of streams is computed (queues.cpp)
+  unsigned long seed;                                                  // of the adversary
 };
 const Settings &settings();
+using Order = Settings::Order;
 
 // One lock for all state. It is recursive: stand-ins call each other.
 std::recursive_mutex &state_lock();
@@ -89,6 +94,54 @@ void not_modelled(const char *name);  // says so on stderr, once for each name
 int current_device();
 int set_error(int status);  // keeps it for cudaGetLastError, and returns it
 
+// ---- work that touches memory: a queue for each stream (queues.cpp)
+
+// One execution of a piece of work. It returns false while it cannot end, because a peer is late; it is called again then, and
+// the work behind it waits. It runs without the lock, on any thread.
+using Step = std::function<bool()>;
+// Makes a step for each execution: a graph executes its work many times.
+using Work = std::function<Step()>;
+// Work that is done in one go.
+template <class Act>
+Work in_one_go(Act act) {
+  return [act] {
+    return [act] {
+      act();
+      return true;
+    };
+  };
+}
+
+// A place in a stream's queue that others wait for.
+struct Mark {
+  struct ::Stream *stream;
+  bool reached = false;
+};
+using MarkPointer = std::shared_ptr<Mark>;
+
+struct Entry {
+  enum class Kind { work, record, wait } kind;
+  const char *what;
+  Step step;
+  MarkPointer mark;
+  double end = 0;       // on the virtual clock
+  uint64_t number = 0;  // in the order of the host's calls
+};
+
+bool computes();  // whether VGPU_COMPUTE asks for values
+// Puts work at the end of a stream's queue, or into its capture, and runs what is due. Call it WITHOUT the lock, after the
+// work has gone to the clock. Without values it does nothing.
+void enqueue_work(struct ::Stream *stream, const char *what, Work work);
+MarkPointer record_mark(struct ::Stream *stream);          // with the lock
+void wait_for_mark(struct ::Stream *stream, MarkPointer mark);  // with the lock: the stream's next work comes after it
+void reach(const MarkPointer &mark);                       // without the lock: the host waits
+bool reaches(const MarkPointer &mark);                     // without the lock: runs what leads there; false if a peer is late
+void reach_end_of(struct ::Stream *stream);                // without the lock
+void reach_end_of_all();                                   // without the lock
+bool has_failed();                                         // whether work has failed; the process's streams are lost then
+// Another process's work may wait for this one's: from now on a thread runs what is due while the host does other things.
+void keep_running();
+
 struct Capture {
   uint64_t number = 0;
   int mode = kGlobal;
@@ -96,6 +149,7 @@ struct Capture {
   struct ::Stream *origin = nullptr;
   std::vector<std::vector<size_t>> before;  // for each piece of work, what it comes after
   std::vector<Kernel *> kernels;
+  std::vector<std::pair<const char *, Work>> work;  // in the order of the host's calls
   double seconds = 0;
 };
 
@@ -108,11 +162,15 @@ struct Stream {
   uint64_t work = 0;
   std::shared_ptr<virtual_gpu::Capture> capture;
   std::vector<size_t> frontier;  // in a capture: the work that the next piece comes after
+  std::deque<virtual_gpu::Entry> queue;
+  bool running = false, eager = true;  // whether a thread runs its first entry; what the adversary thinks of it
 };
 
 namespace virtual_gpu {
 
 Stream *stream_of(Stream *handle);              // resolves the default streams
+bool is_default(Stream *handle);
+const std::vector<Stream *> &all_streams();     // those that were destroyed too: they may have work left
 double end_of_device(int device);               // when all its streams are idle
 void every_stream(void (*act)(Stream *, void *), void *argument);
 bool any_capture(int device);

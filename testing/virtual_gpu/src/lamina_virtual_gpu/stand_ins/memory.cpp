@@ -166,6 +166,7 @@ EXPORT int cudaFree(void *address) {
     idle = end_of_device(current_device());
   }
   host_wait("cudaFree", idle);
+  reach_end_of_all();
   LOCKED;
   return release(address, Kind::device);
 }
@@ -175,6 +176,7 @@ EXPORT int cudaMallocAsync(void **out, size_t bytes, Stream *) {
   return allocate(out, bytes);
 }
 EXPORT int cudaFreeAsync(void *address, Stream *) {
+  reach_end_of_all();
   LOCKED;
   CALL(cudaFreeAsync);
   return release(address, Kind::device);
@@ -200,6 +202,7 @@ EXPORT int cudaHostAlloc(void **out, size_t bytes, unsigned) {
   return kSuccess;
 }
 EXPORT int cudaFreeHost(void *address) {
+  reach_end_of_all();
   LOCKED;
   CALL(cudaFreeHost);
   return address ? release(address, Kind::pinned) : kSuccess;
@@ -212,6 +215,7 @@ EXPORT int cudaHostRegister(void *address, size_t bytes, unsigned) {
   return kSuccess;
 }
 EXPORT int cudaHostUnregister(void *address) {
+  reach_end_of_all();
   LOCKED;
   CALL(cudaHostUnregister);
   auto at = ranges().find((uintptr_t)address);
@@ -274,9 +278,11 @@ static int copy(void *to, const void *from, size_t bytes, Stream *stream, bool w
     reads_of_devices += read;
     host_spends(settings().call + settings().launch);
     bool inside = into && out_of;
-    if (bytes <= (inside ? settings().largest_device_copy : settings().largest_copy)) memmove(to, from, bytes);
+    if (!computes() && bytes <= (inside ? settings().largest_device_copy : settings().largest_copy)) memmove(to, from, bytes);
     end = enqueue(stream, (inside ? 2 * (double)bytes / settings().memory_rate : (double)bytes / settings().host_rate) + 1.5e-6);
   }
+  enqueue_work(stream, "a copy", in_one_go([=] { memmove(to, from, bytes); }));
+  if (waits || pageable) reach_end_of(stream);
   if (read && on_read) on_read();
   if (waits || pageable) host_wait((std::string(call) + " " + what).c_str(), end);
   return kSuccess;
@@ -295,13 +301,18 @@ EXPORT int cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t byte
   return copy(to, from, bytes, stream, false, "cudaMemcpyPeerAsync");
 }
 EXPORT int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height, int, Stream *stream) {
-  LOCKED;
-  CALL(cudaMemcpy2DAsync);
-  if (width * height <= settings().largest_device_copy)
+  auto copy_rows = [=] {
     for (size_t row = 0; row < height; row++) memmove(to + row * to_pitch, from + row * from_pitch, width);
-  Count &count = record().copies["rows"];
-  count.times++, count.amount += (double)(width * height);
-  enqueue(stream, 2 * (double)(width * height) / settings().memory_rate + 1.5e-6);
+  };
+  {
+    LOCKED;
+    CALL(cudaMemcpy2DAsync);
+    if (!computes() && width * height <= settings().largest_device_copy) copy_rows();
+    Count &count = record().copies["rows"];
+    count.times++, count.amount += (double)(width * height);
+    enqueue(stream, 2 * (double)(width * height) / settings().memory_rate + 1.5e-6);
+  }
+  enqueue_work(stream, "a copy of rows", in_one_go(copy_rows));
   return kSuccess;
 }
 EXPORT int cudaMemcpyToSymbol(const void *, const void *, size_t, size_t, int) { return kSuccess; }
@@ -317,19 +328,23 @@ static void fill(char *at, int value, size_t bytes) {
   }
 }
 EXPORT int cudaMemsetAsync(void *at, int value, size_t bytes, Stream *stream) {
-  LOCKED;
-  CALL(cudaMemsetAsync);
-  Count &count = record().copies["fill"];
-  count.times++, count.amount += (double)bytes;
-  host_spends(settings().launch);
-  fill((char *)at, value, bytes);
-  enqueue(stream, (double)bytes / settings().memory_rate + 1.5e-6);
+  {
+    LOCKED;
+    CALL(cudaMemsetAsync);
+    Count &count = record().copies["fill"];
+    count.times++, count.amount += (double)bytes;
+    host_spends(settings().launch);
+    if (!computes()) fill((char *)at, value, bytes);
+    enqueue(stream, (double)bytes / settings().memory_rate + 1.5e-6);
+  }
+  enqueue_work(stream, "a fill", in_one_go([=] { fill((char *)at, value, bytes); }));
   return kSuccess;
 }
 EXPORT int cudaMemset(void *at, int value, size_t bytes) { return cudaMemsetAsync(at, value, bytes, nullptr); }
 EXPORT int cuMemsetD32Async(uint32_t *at, unsigned value, size_t count, Stream *stream) {
-  std::fill(at, at + count, value);
+  if (!computes()) std::fill(at, at + count, value);
   enqueue(stream, settings().shortest_kernel);
+  enqueue_work(stream, "a fill", in_one_go([=] { std::fill(at, at + count, value); }));
   return kSuccess;
 }
 
@@ -411,6 +426,7 @@ EXPORT int cuMemMap(uintptr_t at, size_t, size_t, Physical *memory, unsigned lon
   return kSuccess;
 }
 EXPORT int cuMemUnmap(uintptr_t at, size_t bytes) {
+  reach_end_of_all();
   LOCKED;
   CALL(cuMemUnmap);
   // The addresses stay reserved, and whoever still uses them is stopped by the system.

@@ -15,6 +15,7 @@ struct Event {
   std::weak_ptr<Capture> capture;
   bool captured = false;
   std::vector<size_t> frontier;
+  MarkPointer mark;  // what is reached when it has happened
 };
 
 struct Graph {
@@ -28,17 +29,23 @@ static std::vector<Stream *> &created() {
   return *all;
 }
 
+static std::vector<Stream *> &every() {
+  static auto *all = new std::vector<Stream *>;
+  return *all;
+}
+const std::vector<Stream *> &all_streams() { return every(); }
+
 static Stream *default_stream(int device) {
   static Stream *all = [] {
     auto *made = new Stream[kMostDevices];
-    for (int i = 0; i < kMostDevices; i++) made[i].device = i;
+    for (int i = 0; i < kMostDevices; i++) made[i].device = i, every().push_back(made + i);
     return made;
   }();
   return all + device;
 }
 
 // 0 is the legacy default stream, 1 its other name, 2 the thread's: torch uses the first alone.
-static bool is_default(Stream *handle) { return (uintptr_t)handle <= 2; }
+bool is_default(Stream *handle) { return (uintptr_t)handle <= 2; }
 
 Stream *stream_of(Stream *handle) { return is_default(handle) ? default_stream(current_device()) : handle; }
 
@@ -146,6 +153,7 @@ EXPORT int cudaStreamCreateWithPriority(Stream **out, unsigned flags, int priori
   auto *stream = new Stream;
   stream->device = current_device(), stream->flags = flags, stream->priority = std::max(-5, std::min(0, priority));
   created().push_back(stream);
+  every().push_back(stream);
   stream->index = (int)created().size();
   *out = stream;
   return kSuccess;
@@ -179,14 +187,20 @@ EXPORT int cudaStreamSynchronize(Stream *stream) {
     end = stream_of(stream)->time;
   }
   host_wait("cudaStreamSynchronize", end);
-  return kSuccess;
+  reach_end_of(stream);
+  return has_failed() ? set_error(kLaunchFailure) : kSuccess;
 }
 
 EXPORT int cudaStreamQuery(Stream *stream) {
-  LOCKED;
-  CALL(cudaStreamQuery);
-  if (stream_of(stream)->capture || capture_forbids()) return set_error(kCaptureUnsupported);
-  return still_running(stream_of(stream)->time, "polled cudaStreamQuery") ? kNotReady : kSuccess;
+  MarkPointer end;
+  {
+    LOCKED;
+    CALL(cudaStreamQuery);
+    if (stream_of(stream)->capture || capture_forbids()) return set_error(kCaptureUnsupported);
+    if (still_running(stream_of(stream)->time, "polled cudaStreamQuery")) return kNotReady;
+    end = record_mark(stream);
+  }
+  return reaches(end) ? kSuccess : kNotReady;
 }
 
 EXPORT int cudaStreamWaitEvent(Stream *handle, Event *event, unsigned) {
@@ -198,6 +212,7 @@ EXPORT int cudaStreamWaitEvent(Stream *handle, Event *event, unsigned) {
   if (!event->captured) {
     if (stream->capture) return set_error(kCaptureIsolation);  // what was recorded outside is not known within
     stream->time = std::max(stream->time, event->time);
+    wait_for_mark(stream, event->mark);
     return kSuccess;
   }
   auto capture = event->capture.lock();
@@ -208,16 +223,21 @@ EXPORT int cudaStreamWaitEvent(Stream *handle, Event *event, unsigned) {
   return kSuccess;
 }
 
-// Host functions run at once: what they look at has not been computed anyway.
-EXPORT int cudaStreamAddCallback(Stream *stream, void (*act)(Stream *, int, void *), void *data, unsigned) {
-  CALL(cudaStreamAddCallback);
-  act(stream, kSuccess, data);
+// Without values host functions run at once: what they look at has not been computed anyway.
+static int call_on_host(Stream *stream, const char *name, std::function<void()> act) {
+  if (computes())
+    enqueue_work(stream, name, in_one_go(act));
+  else
+    act();
   return kSuccess;
 }
-EXPORT int cudaLaunchHostFunc(Stream *, void (*act)(void *), void *data) {
+EXPORT int cudaStreamAddCallback(Stream *stream, void (*act)(Stream *, int, void *), void *data, unsigned) {
+  CALL(cudaStreamAddCallback);
+  return call_on_host(stream, "cudaStreamAddCallback", [=] { act(stream, kSuccess, data); });
+}
+EXPORT int cudaLaunchHostFunc(Stream *stream, void (*act)(void *), void *data) {
   CALL(cudaLaunchHostFunc);
-  act(data);
-  return kSuccess;
+  return call_on_host(stream, "cudaLaunchHostFunc", [=] { act(data); });
 }
 
 // ---- events
@@ -246,27 +266,35 @@ EXPORT int cudaEventRecord(Event *event, Stream *handle) {
   event->capture = stream->capture;
   event->frontier = stream->frontier;
   event->time = std::max(stream->time, host_now());
+  event->mark = stream->capture ? nullptr : record_mark(stream);
   return kSuccess;
 }
 EXPORT int cudaEventRecordWithFlags(Event *event, Stream *stream, unsigned) { return cudaEventRecord(event, stream); }
 EXPORT int cudaEventQuery(Event *event) {
-  LOCKED;
-  CALL(cudaEventQuery);
-  if (event->captured) return set_error(kCapturedEvent);
-  if (capture_forbids()) return set_error(kCaptureUnsupported);
-  return event->recorded && still_running(event->time, "polled cudaEventQuery") ? kNotReady : kSuccess;
+  MarkPointer mark;
+  {
+    LOCKED;
+    CALL(cudaEventQuery);
+    if (event->captured) return set_error(kCapturedEvent);
+    if (capture_forbids()) return set_error(kCaptureUnsupported);
+    if (event->recorded && still_running(event->time, "polled cudaEventQuery")) return kNotReady;
+    mark = event->mark;
+  }
+  return reaches(mark) ? kSuccess : kNotReady;
 }
 EXPORT int cudaEventSynchronize(Event *event) {
   double end;
+  MarkPointer mark;
   {
     LOCKED;
     CALL(cudaEventSynchronize);
     if (event->captured) return set_error(kCapturedEvent);
     if (capture_forbids()) return set_error(kCaptureUnsupported);
-    end = event->time;
+    end = event->time, mark = event->mark;
   }
   host_wait("cudaEventSynchronize", end);
-  return kSuccess;
+  reach(mark);
+  return has_failed() ? set_error(kLaunchFailure) : kSuccess;
 }
 EXPORT int cudaEventElapsedTime(float *milliseconds, Event *first, Event *last) {
   LOCKED;
@@ -387,12 +415,16 @@ EXPORT int cudaGraphInstantiateWithFlags(Graph **out, Graph *graph, unsigned lon
   return kSuccess;
 }
 EXPORT int cudaGraphLaunch(Graph *graph, Stream *stream) {
-  LOCKED;
-  CALL(cudaGraphLaunch);
-  host_spends(2 * settings().launch);
-  record().replays += graph->work->before.size();
-  for (Kernel *kernel : graph->work->kernels) kernel->launches++;
-  enqueue(stream, graph->work->seconds);
+  auto capture = graph->work;
+  {
+    LOCKED;
+    CALL(cudaGraphLaunch);
+    host_spends(2 * settings().launch);
+    record().replays += capture->before.size();
+    for (Kernel *kernel : capture->kernels) kernel->launches++;
+    enqueue(stream, capture->seconds);
+  }
+  for (auto &[what, work] : capture->work) enqueue_work(stream, what, work);
   return kSuccess;
 }
 EXPORT int cudaGraphDestroy(Graph *graph) {
@@ -431,7 +463,10 @@ EXPORT int cudaGraphRetainUserObject(Graph *, void *, unsigned, unsigned) { retu
 // ---- the driver's entries for streams
 
 EXPORT int cuStreamWriteValue32_v2(Stream *stream, uint32_t *address, uint32_t value, unsigned) {
-  *address = value;
   enqueue(stream, settings().shortest_kernel);
+  if (computes())
+    enqueue_work(stream, "cuStreamWriteValue32", in_one_go([=] { *address = value; }));
+  else
+    *address = value;
   return kSuccess;
 }

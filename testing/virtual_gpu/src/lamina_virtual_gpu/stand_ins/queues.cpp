@@ -1,0 +1,276 @@
+// When the work of streams is done. A stream is a queue of work and marks; nothing obliges a GPU to begin with its head before
+// something waits for it. VGPU_COMPUTE chooses:
+//   at-once      as soon as it is given, as far as peers are there
+//   clock        when the virtual clock of the host has reached its end, or something waits for it
+//   late         when something waits for it: for a stream, an event, the device, or what was copied to pageable memory
+//   adversarial  as eager streams (at once) and lazy ones (late) that VGPU_SEED chooses, and chooses anew now and then
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <random>
+#include <set>
+#include <thread>
+
+#include "machine.h"
+
+using namespace virtual_gpu;
+
+namespace virtual_gpu {
+
+using Locked = std::unique_lock<std::recursive_mutex>;
+
+static uint64_t numbers = 0;  // of the last entry that was given
+static bool failed = false;
+static bool any_late_peer = false;
+static auto &changed = *new std::condition_variable_any;  // threads of torch outlive `main`
+
+bool computes() { return settings().order != Order::none; }
+bool has_failed() { return failed; }
+
+// A thread that waits here for another one's work must not keep Python's lock: the work may be Python's.
+class WithoutPython {
+ public:
+  WithoutPython() {
+    static auto has = (int (*)())dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    static auto save = (void *(*)())dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
+    static auto begun = (int (*)())dlsym(RTLD_DEFAULT, "Py_IsInitialized");
+    if (has && save && begun && begun() && has()) state_ = save();
+  }
+  ~WithoutPython() {
+    static auto restore = (void (*)(void *))dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
+    if (state_) restore(state_);
+  }
+
+ private:
+  void *state_ = nullptr;
+};
+
+// ---- what comes after what
+
+static Entry &push(Stream *stream, Entry::Kind kind, const char *what) {
+  stream->queue.push_back({kind, what, nullptr, nullptr, stream->time, ++numbers});
+  return stream->queue.back();
+}
+
+MarkPointer record_mark(Stream *handle) {
+  if (!computes()) return nullptr;
+  Stream *stream = stream_of(handle);
+  auto mark = std::make_shared<Mark>(Mark{stream});
+  if (stream->queue.empty() && !stream->running)
+    mark->reached = true;
+  else
+    push(stream, Entry::Kind::record, "an event").mark = mark;
+  return mark;
+}
+
+void wait_for_mark(Stream *handle, MarkPointer mark) {
+  if (mark && !mark->reached) push(stream_of(handle), Entry::Kind::wait, "a wait").mark = std::move(mark);
+}
+
+// The legacy default stream and the streams that were not made non-blocking wait for each other.
+static void wait_for_default(Stream *handle, Stream *stream) {
+  for (Stream *other : all_streams()) {
+    if (other == stream || other->device != stream->device || other->queue.empty()) continue;
+    const bool other_is_default = other->index == 0;
+    const bool pair = is_default(handle) ? !(other->flags & kNonBlocking) : other_is_default && !(stream->flags & kNonBlocking);
+    if (pair) wait_for_mark(stream, record_mark(other));
+  }
+}
+
+// ---- one entry
+
+enum class Progress { none, some };
+
+static bool can_begin(const Stream *stream) {
+  if (stream->queue.empty() || stream->running) return false;
+  const Entry &first = stream->queue.front();
+  return first.kind != Entry::Kind::wait || first.mark->reached;
+}
+
+// Does the first entry of a stream that can begin; the lock is given up meanwhile.
+static Progress advance(Locked &lock, Stream *stream) {
+  Entry &first = stream->queue.front();
+  if (first.kind == Entry::Kind::record) first.mark->reached = true;
+  bool ended = true;
+  if (first.kind == Entry::Kind::work) {
+    stream->running = true;
+    Step &step = first.step;  // what is pushed behind it does not move it
+    lock.unlock();
+    ended = step();
+    lock.lock();
+    stream->running = false;
+  }
+  if (ended) {
+    Entry done = std::move(stream->queue.front());
+    stream->queue.pop_front();
+    changed.notify_all();
+    if (done.step) lock.unlock(), done.step = nullptr, lock.lock();  // what it holds may be Python's
+  } else {
+    any_late_peer = true;
+  }
+  return ended ? Progress::some : Progress::none;
+}
+
+// ---- the adversary
+
+static std::mt19937_64 &dice() {
+  static auto *made = new std::mt19937_64(settings().seed);
+  return *made;
+}
+
+// One in sixteen pieces of work changes its stream's mind, so that a stream is seen early and late.
+static void think_again(Stream *stream) {
+  if (stream->queue.size() == 1 ? dice()() % 2 : dice()() % 16 == 0) stream->eager = dice()() % 2;
+}
+
+// ---- what is due without a wait
+
+static bool is_due(const Stream *stream) {
+  switch (settings().order) {
+    case Order::at_once: return true;
+    case Order::clock: return stream->queue.front().end <= host_now();
+    case Order::adversarial: return stream->eager;
+    default: return false;
+  }
+}
+
+static Stream *first_that(bool (*may)(const Stream *), const std::vector<Stream *> &but) {
+  Stream *best = nullptr;
+  for (Stream *stream : all_streams())
+    if (can_begin(stream) && may(stream) && std::find(but.begin(), but.end(), stream) == but.end() &&
+        (!best || stream->queue.front().number < best->queue.front().number))
+      best = stream;
+  return best;
+}
+
+// Runs all that may run, the oldest first. A stream that waits for a peer is left.
+static bool run_all(Locked &lock, bool (*may)(const Stream *)) {
+  std::vector<Stream *> stuck;
+  bool any = false;
+  while (Stream *stream = first_that(may, stuck)) {
+    if (advance(lock, stream) == Progress::none)
+      stuck.push_back(stream);
+    else
+      any = true;
+  }
+  return any;
+}
+
+void enqueue_work(Stream *handle, const char *what, Work work) {
+  if (!computes()) return;
+  Locked lock(state_lock());
+  Stream *stream = stream_of(handle);
+  if (stream->capture) {
+    stream->capture->work.emplace_back(what, std::move(work));
+    return;
+  }
+  wait_for_default(handle, stream);
+  lock.unlock();
+  Step step = work();  // it may be Python's
+  lock.lock();
+  push(stream, Entry::Kind::work, what).step = std::move(step);
+  if (settings().order == Order::adversarial) think_again(stream);
+  run_all(lock, is_due);
+}
+
+// ---- waits of the host
+
+// The stream whose first entry the mark waits for, and null if another thread is at it.
+static Stream *leads_to(const Mark &mark) {
+  Stream *stream = mark.stream;
+  while (!stream->running) {
+    if (stream->queue.empty()) return nullptr;
+    const Entry &first = stream->queue.front();
+    if (first.kind != Entry::Kind::wait || first.mark->reached) return stream;
+    stream = first.mark->stream;
+  }
+  return nullptr;
+}
+
+static bool go_to(const MarkPointer &mark, bool to_the_end) {
+  if (!mark) return true;
+  WithoutPython release;
+  Locked lock(state_lock());
+  while (!mark->reached) {
+    Stream *stream = leads_to(*mark);
+    if (stream && advance(lock, stream) == Progress::some) continue;
+    // Another thread is at it, or a peer is late: what the peer waits for may be in any stream.
+    if (stream && run_all(lock, [](const Stream *) { return true; })) continue;
+    if (!to_the_end) return false;
+    changed.wait_for(lock, std::chrono::microseconds(stream ? 50 : 2000));
+  }
+  return true;
+}
+
+void reach(const MarkPointer &mark) { go_to(mark, true); }
+bool reaches(const MarkPointer &mark) { return go_to(mark, false); }
+
+static MarkPointer end_of(Stream *stream) {
+  LOCKED;
+  return record_mark(stream);
+}
+
+void reach_end_of(Stream *stream) {
+  if (computes()) reach(end_of(stream));
+}
+
+void reach_end_of_all() {
+  if (!computes()) return;
+  std::vector<MarkPointer> ends;
+  {
+    LOCKED;
+    for (Stream *stream : all_streams())
+      if (!stream->queue.empty()) ends.push_back(record_mark(stream));
+  }
+  for (auto &end : ends) reach(end);
+}
+
+// ---- work that other processes wait for
+
+static void run_on() {
+  uint64_t before = 0;
+  for (;;) {
+    // A host that does nothing for a while waits for something, if only for a peer that waits for our streams.
+    usleep(any_late_peer ? 200 : 5000);
+    Locked lock(state_lock());
+    const bool idle = before == numbers;
+    before = numbers;
+    if (idle || settings().order == Order::at_once) any_late_peer = false, run_all(lock, [](const Stream *) { return true; });
+  }
+}
+
+void keep_running() {
+  if (!computes()) return;
+  static std::once_flag once;
+  std::call_once(once, [] { std::thread(run_on).detach(); });
+}
+
+}  // namespace virtual_gpu
+
+// ---- work of Python (computing.py): it is a number, and Python knows what it stands for
+
+static int (*run_in_python)(long) = nullptr;
+EXPORT void vgpu_on_work(int (*act)(long)) { run_in_python = act; }
+
+// Returns whether the work was captured: it may run many times then, or never.
+EXPORT int vgpu_enqueue_work(Stream *stream, const char *what, long number) {
+  bool captured;
+  {
+    LOCKED;
+    captured = stream_of(stream)->capture != nullptr;
+  }
+  static auto &names = *new std::set<std::string>;
+  const char *kept;
+  {
+    LOCKED;
+    kept = names.insert(what).first->c_str();
+  }
+  enqueue_work(stream, kept, in_one_go([=] {
+                 if (run_in_python && !run_in_python(number)) failed = true;
+               }));
+  return captured;
+}
+EXPORT void vgpu_reach_end_of(Stream *stream) { reach_end_of(stream); }
+EXPORT int vgpu_computes() { return computes(); }

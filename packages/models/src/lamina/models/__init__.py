@@ -6,10 +6,18 @@ from lamina.models.activation_memory.recompute import RecomputePolicy, apply_rec
 from lamina.models.attention.attention import SelfAttention
 from lamina.models.attention.context import AttentionContext
 from lamina.models.attention.latent_attention import LatentAttention
-from lamina.models.base.config import AttentionVariant, LayerKind, RopeScaling, TransformerConfig
+from lamina.models.base.config import (
+    AttentionVariant,
+    LayerKind,
+    LayerSpec,
+    Part,
+    TransformerConfig,
+)
+from lamina.models.base.configs.elements import Activation, NormPart
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.configs.product_precision import Precision
+from lamina.models.base.configs.rope import RopeScaling
 from lamina.models.decoder.cost import matrix_parameters, training_flops_per_token
 from lamina.models.decoder.generation import generate
 from lamina.models.decoder.gpt import GPTModel
@@ -60,6 +68,7 @@ else:
 
 __all__ = [
     "MLP",
+    "Activation",
     "AttentionBlock",
     "AttentionContext",
     "AttentionVariant",
@@ -72,11 +81,14 @@ __all__ = [
     "LatentAttention",
     "LayerKind",
     "LayerNorm",
+    "LayerSpec",
     "MLPBlock",
     "MambaBlock",
     "MambaConfig",
     "MoEConfig",
     "MoELayer",
+    "NormPart",
+    "Part",
     "PipelineRunner",
     "Precision",
     "PrecisionUnavailableError",

@@ -16,7 +16,8 @@ from lamina.models.attention.kernels import (
 )
 from lamina.models.attention.latent_attention import LatentAttention, LatentSelfAttention
 from lamina.models.attention.rotary import apply_rotary, rotary_tables
-from lamina.models.base.config import AttentionVariant, HeadWidths, RopeScaling
+from lamina.models.base.config import AttentionVariant, HeadWidths
+from lamina.models.base.configs.rope import RopeScaling
 from lamina.models.layers.zigzag import cut_sequence, join_sequence
 
 __all__ = [

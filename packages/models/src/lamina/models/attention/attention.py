@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from lamina.models.base.mesh_axes import MeshLike, axis_of, context_ranks, requi
 from lamina.models.base.weight_link import WeightLink, linked
 from lamina.models.layers.dropout import dropout_stream
 from lamina.models.layers.linear import RowParallelLinear, from_residual, into_residual
-from lamina.models.layers.norms import RMSNorm
+from lamina.models.layers.norms import CutRMSNorm, norm_of
 
 
 class AttentionCore(nn.Module):
@@ -114,7 +114,7 @@ class Attention(nn.Module, ABC):
                     "hidden]; under sequence parallelism pass AttentionContext.build(...)"
                 )
             context = AttentionContext.build(self.config, x, x.dtype, training=self.training)
-        context.check(self.config)
+        context = context.of_layer(self.config)
         mixed = self.mix(x, context)
         mixed = mixed.flatten(2) if x.ndim == 3 else mixed.flatten(0, 1).flatten(1)
         return cast(Tensor, self.output(mixed))
@@ -156,10 +156,18 @@ class SelfAttention(Attention):
         self.head_counts = (queries, keys, keys)
         blocks = (config.num_heads * width, config.kv_heads * width, config.kv_heads * width)
         self.qkv = from_residual(config, blocks, axis, bias=config.attention_bias)
-        self.query_norm = self.key_norm = None
-        if config.qk_norm:
-            self.query_norm = RMSNorm(width, config.norm_eps, partial=sharded)
-            self.key_norm = RMSNorm(width, config.norm_eps, partial=sharded)
+        self.query_norm: nn.Module | None = None
+        self.key_norm: nn.Module | None = None
+        self.whole_norm = config.qk_norm == "whole"
+        if self.whole_norm:
+            self.query_norm = CutRMSNorm(config.num_heads * width, config.norm_eps, axis)
+            self.key_norm = CutRMSNorm(config.kv_heads * width, config.norm_eps, axis)
+        elif config.qk_norm:
+            norm = norm_of(
+                replace(config, norm="rmsnorm") if config.norm == "layernorm" else config
+            )
+            self.query_norm = norm.make(width, config.norm_eps, partial=sharded)
+            self.key_norm = norm.make(width, config.norm_eps, partial=sharded)
         self.core = AttentionCore(config, sharded=sharded)
         self.output = output_projection(config, axis)
 
@@ -168,8 +176,12 @@ class SelfAttention(Attention):
         heads = self.qkv(x).view(*context.shape, -1, self.head_width)
         query, key, value = heads.split(self.head_counts, dim=-2)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = self._normed(self.query_norm, query), self._normed(self.key_norm, key)
         return cast(Tensor, self.core(query, key, value, context, context.rotary))
+
+    def _normed(self, norm: nn.Module, heads: Tensor) -> Tensor:
+        normed: Tensor = norm(heads.flatten(-2) if self.whole_norm else heads)
+        return normed.view(heads.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,15 @@ def same_for_all(positions: Tensor) -> Tensor:
     return positions[0] if positions.ndim == 2 and positions.shape[0] == 1 else positions
 
 
+def _attends_alike(a: TransformerConfig, b: TransformerConfig) -> bool:
+    """Whether layers of two configs take the same pattern and the same tables."""
+    names = ["sliding_window", "attention_path", "head_widths", "score_scale", "attention_dropout"]
+    if a.positions == b.positions == "rope":
+        names += ["rope_theta", "rope_scaling"]
+    alike = (a.positions == "rope") == (b.positions == "rope")
+    return alike and all(getattr(a, name) == getattr(b, name) for name in names)
+
+
 @dataclass(frozen=True)
 class AttentionContext:
     """What the attention of every block needs beside its input.
@@ -40,6 +49,7 @@ class AttentionContext:
             attention that need it; None without documents.
         routing: what the routers share, in a model with experts.
         config: the config that the context was built from; None is unknown.
+        others: contexts of layers that attend otherwise, where layers differ.
     """
 
     shape: tuple[int, int]
@@ -48,20 +58,25 @@ class AttentionContext:
     runs: Tensor | None = None
     routing: RoutingContext | None = None
     config: TransformerConfig | None = None
+    others: tuple[AttentionContext, ...] = ()
 
-    def check(self, config: TransformerConfig) -> None:
-        """Raise ValueError if an attention's config has another window or other positions.
+    def of_layer(self, config: TransformerConfig) -> AttentionContext:
+        """The context of a layer with this config.
 
-        The blocks of a forward share these, so the attention's own settings would be ignored.
+        Raises ValueError if the context was made for other windows or positions. The blocks of a
+        forward share these, so the settings of the block would be ignored.
         """
         if self.config is None or self.config is config:
-            return
+            return self
+        for context in (self, *self.others):
+            if context.config is not None and _attends_alike(context.config, config):
+                return context
         turns = config.positions == "rope"
         names = ["sliding_window"]
         if turns != (self.config.positions == "rope"):  # attention does not tell none from learned
             names = ["positions"]
         elif turns:
-            names += ["rope_theta", "rope_scaling"]
+            names += ["rope_theta", "rope_scaling", "rotary_fraction"]
         for name in names:
             wanted, there = getattr(config, name), getattr(self.config, name)
             if wanted != there:
@@ -70,6 +85,7 @@ class AttentionContext:
                     f"given has {name} {there!r}: the blocks of a forward share them; make every "
                     "block with the model's, or call it with an AttentionContext of its own"
                 )
+        return self
 
     @staticmethod
     def build(
@@ -99,9 +115,9 @@ class AttentionContext:
         """
         cp = axis_of(mesh, "cp")
         rotary = None
+        if positions is None:
+            positions = default_positions(tokens, document_ids)
         if config.positions == "rope":
-            if positions is None:
-                positions = default_positions(tokens, document_ids)
             rotary = rotary_tables(config, cut_sequence(positions, cp, dim=-1))
         dropout = config.attention_dropout if training else 0.0
         pattern = parallel_pattern(config, cp, tokens, dtype, document_ids, dropout)
@@ -109,5 +125,11 @@ class AttentionContext:
         runs = None
         if document_ids is not None and config.mamba is not None:
             runs = document_runs(document_ids)
+        others: list[AttentionContext] = []
+        for layer in config.distinct_layers if config.layers else ():
+            made = [config, *(each.config for each in others if each.config)]
+            if not any(_attends_alike(layer, each) for each in made):
+                inputs = tokens, dtype, positions, document_ids
+                others += [AttentionContext.build(layer, *inputs, training=training, mesh=mesh)]
         shape = (tokens.shape[0], local)
-        return AttentionContext(shape, pattern, rotary, runs, config=config)
+        return AttentionContext(shape, pattern, rotary, runs, config=config, others=tuple(others))

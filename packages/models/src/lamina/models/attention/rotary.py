@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from lamina.models.base.config import RopeScaling, TransformerConfig
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.configs.rope import RopeScaling
 
 
 def rotary_rates(config: TransformerConfig, device: torch.device) -> Tensor:
@@ -73,13 +74,17 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: `[batch, sequence, heads, width]`.
-        cos: float32 `[sequence, width / 2]` or `[batch, sequence, width / 2]`.
+        cos: float32 `[sequence, width / 2]` or `[batch, sequence, width / 2]`; of less than half
+            the width, only the start of each head is turned.
         sin: like `cos`.
 
     Returns:
         The same shape and dtype as `x`; the arithmetic is in float32 (float64 for float64).
     """
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    turning, still = x, x[..., :0]
+    if (width := 2 * cos.shape[-1]) < x.shape[-1]:
+        turning, still = x[..., :width], x[..., width:]
+    first, second = turning.chunk(2, dim=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*turned, still] if still.shape[-1] else turned, dim=-1).to(x.dtype)

@@ -10,100 +10,38 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from torch import nn
 
+from lamina.models.base.configs.elements import (
+    Activation,
+    ActivationName,
+    NormName,
+    NormPart,
+    activation_of,
+)
 from lamina.models.base.configs.field_checks import (
     refuse_unread,
     require_at_least,
     require_choices,
     require_divides,
+    require_one_of,
     require_positive,
 )
 from lamina.models.base.configs.mamba import LETTERS, MambaConfig, check_pattern
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.configs.product_precision import Precision
+from lamina.models.base.configs.rope import RopeScaling
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.base.weight_link import WeightLink
 
 AttentionPath = Literal["auto", "sdpa", "varlen", "flex"]
-Activation = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
-Norm = Literal["rmsnorm", "layernorm"]
 ContextParallel = Literal["ring", "all_gather", "ulysses"]
 PositionEncoding = Literal["rope", "learned", "none"]
+ParallelMLP = Literal["one_norm", "two_norms"]
 Reduction = Literal["ordered", "native"]
-RopeScalingKind = Literal["linear", "llama3", "yarn"]
-
-
-def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """The factor that YaRN multiplies cosines and sines by (Peng et al., 2023, section 3.4)."""
-    return 0.1 * weight * math.log(factor) + 1.0
-
-
-_OF_SCALING = {
-    "llama3": ["low_freq_factor", "high_freq_factor"],
-    "yarn": ["beta_fast", "beta_slow", "attention_factor", "truncate"],
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How RoPE's wavelengths are stretched beyond the length that a model was first trained on.
-
-    Args:
-        kind: `linear` (Chen et al., 2023), `llama3` (of Llama 3.1) or `yarn` (Peng et al.,
-            2023).
-        factor: how many times longer the new length is.
-        original_length: tokens of the length first trained on (`llama3` and `yarn`).
-        low_freq_factor: `llama3`: wavelengths above `original_length / low_freq_factor` are
-            stretched by `factor`.
-        high_freq_factor: `llama3`: wavelengths below `original_length / high_freq_factor` are
-            kept. Wavelengths between the two limits are interpolated.
-        beta_fast: `yarn`: pairs that turn this often or more within `original_length` are kept.
-        beta_slow: `yarn`: pairs that turn at most this often are stretched by `factor`.
-        attention_factor: `yarn`: multiplies cosines and sines; `0.1 * ln(factor) + 1` if None.
-        truncate: `yarn`: round the first and the last interpolated pair to whole numbers.
-
-    Examples:
-        >>> scaling = RopeScaling(kind="yarn", factor=4.0, original_length=32768)
-    """
-
-    kind: RopeScalingKind
-    factor: float
-    original_length: int = 8192
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        require_choices(self, RopeScaling)
-        if self.factor < 1.0:
-            raise ValueError(f"RoPE's factor is {self.factor}: it must be at least 1")
-        require_at_least(1, self, "original_length")
-        for kind, names in _OF_SCALING.items():
-            if kind != self.kind:
-                refuse_unread(self, names, f"kind={self.kind!r} is not {kind!r}")
-        if self.kind == "linear":
-            refuse_unread(self, ["original_length"], "kind='linear' stretches all wavelengths")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor {self.high_freq_factor} must be above "
-                f"low_freq_factor {self.low_freq_factor}"
-            )
-
-    @property
-    def magnitude(self) -> float:
-        """The factor that cosines and sines are multiplied by."""
-        if self.kind != "yarn":
-            return 1.0
-        if self.attention_factor is not None:
-            return self.attention_factor
-        return yarn_magnitude(self.factor)
 
 
 class HeadWidths(NamedTuple):
@@ -118,13 +56,61 @@ class HeadWidths(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionVariant(ABC):
-    """A kind of attention: all that the rest of Lamina asks about it.
+class Part(ABC):
+    """A part of a layer: all that the rest of Lamina asks about it.
 
-    Subclass it as a frozen dataclass whose fields are the variant's own sizes, and give an
-    instance as `TransformerConfig(attention=...)`. `make` and `parameters` are required. The other
-    members describe multi-head attention with the config's heads, and are overridden where the
-    variant differs. `docs/models.md` shows an example.
+    Subclass it as a frozen dataclass whose fields are the part's own sizes. `make` and `parameters`
+    are required. Roles are marked by the module that `make` builds.
+    """
+
+    @abstractmethod
+    def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
+        """Build the module.
+
+        That of an attention or of a mixer is called as `module(x, context)`, that of an MLP as
+        `module(x)`, and that of a whole layer as `layer(x, context)`.
+
+        Args:
+            config: of the layer that the part is in.
+            mesh: has an axis `tp`, or is that axis; None is one process.
+        """
+
+    @abstractmethod
+    def parameters(self, config: TransformerConfig) -> int:
+        """Count the weights of a layer that a token is multiplied with."""
+
+    def products_per_token(self, config: TransformerConfig, sequence: int) -> float:
+        """Count the multiplications per token that take no weight, in sequences of this length."""
+        return 0.0
+
+    def check(self, config: TransformerConfig) -> None:  # noqa: B027 (optional)
+        """Raise ValueError for a config that the part cannot be in."""
+
+    def huggingface_links(
+        self, config: TransformerConfig, ours: str, theirs: str
+    ) -> Iterator[WeightLink]:
+        """Link the module's parameters to tensors of a Hugging Face checkpoint.
+
+        Args:
+            config: of the layer.
+            ours: prefix of our names, such as `blocks.0.attention`.
+            theirs: prefix of their names, such as `model.layers.0.self_attn`, in a model of type
+                llama. A type with other names renames them (`ModelType.names`).
+
+        Raises:
+            ValueError: if the part has no names there.
+        """
+        raise ValueError(
+            f"{type(self).__name__} has no Hugging Face names: override huggingface_links"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionVariant(Part):
+    """A kind of attention: give an object as `TransformerConfig(attention=...)`.
+
+    The members that are not required describe multi-head attention with the config's heads, and are
+    overridden where the variant differs. `docs/models.md` shows an example.
 
     Attributes:
         context_parallel: ways of context parallelism that the module supports. A module that
@@ -139,33 +125,27 @@ class AttentionVariant(ABC):
     huggingface_type: ClassVar[str | None] = None
     yarn_scales_scores: ClassVar[bool] = False
 
-    @abstractmethod
-    def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
-        """Build the module, which is called as `module(x, context)`.
-
-        Args:
-            config: the model's.
-            mesh: has an axis `tp`, or is that axis; None is one process.
-        """
-
-    @abstractmethod
-    def parameters(self, config: TransformerConfig) -> int:
-        """Count the weights of a layer that a token is multiplied with."""
-
     def products_per_pair(self, config: TransformerConfig) -> int:
         """Count the multiplications for one pair of a query and a key that it attends to."""
         widths = self.widths(config)
         return config.num_heads * (widths.query + widths.value)
 
+    def products_per_token(self, config: TransformerConfig, sequence: int) -> float:
+        """See `Part.products_per_token`: the pairs that the causal mask and the window allow."""
+        window = min(config.sliding_window or sequence, sequence)
+        # The first `window` tokens attend to 1, 2, ... tokens, and the others to `window` each.
+        pairs = (window * (window + 1) / 2 + (sequence - window) * window) / sequence
+        return pairs * self.products_per_pair(config)
+
     def check(self, config: TransformerConfig) -> None:
-        """Raise ValueError for a config that the variant cannot be part of."""
+        """See `Part.check`."""
         config.check_own_heads()
 
     def widths(self, config: TransformerConfig) -> HeadWidths:
         """Widths of the heads."""
         return config.own_head_widths()
 
-    def check_huggingface(self, config: TransformerConfig) -> None:  # noqa: B027 (optional)
+    def check_huggingface(self, config: TransformerConfig) -> None:
         """Raise ValueError for settings that Hugging Face's model cannot express."""
 
     def huggingface_fields(self, config: TransformerConfig) -> dict[str, Any]:
@@ -182,29 +162,14 @@ class AttentionVariant(ABC):
             "head_dim": source.get("head_dim") or source["hidden_size"] // heads,
         }
 
-    def huggingface_links(
-        self, config: TransformerConfig, ours: str, theirs: str
-    ) -> Iterator[WeightLink]:
-        """Link the module's parameters to tensors of a Hugging Face checkpoint.
-
-        Args:
-            config: the model's.
-            ours: prefix of our names, such as `blocks.0.attention`.
-            theirs: prefix of their names, such as `model.layers.0.self_attn`.
-
-        Raises:
-            ValueError: if the variant has no names there.
-        """
-        raise ValueError(
-            f"{type(self).__name__} has no Hugging Face names: override huggingface_links"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class LayerKind(ABC):
+class LayerKind(Part):
     """A layer of your own in a stack: give it as `TransformerConfig(layer_kinds=(...,))`.
 
-    Subclass it as a frozen dataclass whose further fields are the layer's sizes.
+    Subclass it as a frozen dataclass whose further fields are the layer's sizes. Its module has the
+    residual connection in it. `ResidualBlock(config, mixer, mesh)` adds norm, residual connection
+    and dropout to a mixer; `apply_recompute` and `Precision` find such layers by themselves.
 
     Args:
         letter: stands for the layer in `TransformerConfig.layer_pattern`.
@@ -219,25 +184,40 @@ class LayerKind(ABC):
                 f"{', '.join(LETTERS)}, which are Lamina's own layers"
             )
 
-    @abstractmethod
-    def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
-        """Build the layer, which is called as `layer(x, context)`, residual connection included.
 
-        `ResidualBlock(config, mixer, mesh)` adds norm, residual connection and dropout to a mixer;
-        `apply_recompute` and `Precision` find such layers by themselves.
+@dataclass(frozen=True, init=False)
+class LayerSpec:
+    """A layer of a stack: its kind, and the parts in which it differs from the model's config.
 
-        Args:
-            config: the model's.
-            mesh: has an axis `tp`, or is that axis; None is one process.
-        """
+    Args:
+        letter: the kind of layer, as in `TransformerConfig.layer_pattern`.
+        changes: fields of `TransformerConfig` that have other values in this layer. Fields that the
+            layers of a model share are refused.
 
-    @abstractmethod
-    def parameters(self, config: TransformerConfig) -> int:
-        """Count the weights that a token is multiplied with."""
+    Examples:
+        >>> local, whole = LayerSpec(sliding_window=128), LayerSpec(positions="none")
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=4, num_heads=4,
+        ...                            layers=(local, local, local, whole))
+    """
 
-    def products_per_token(self, config: TransformerConfig, sequence: int) -> float:
-        """Count the multiplications per token that take no weight, in sequences of this length."""
-        return 0.0
+    letter: str
+    changes: tuple[tuple[str, Any], ...]
+
+    def __init__(self, letter: str = "T", **changes: Any) -> None:
+        object.__setattr__(self, "letter", letter)
+        object.__setattr__(self, "changes", tuple(sorted(changes.items())))
+        known = {each.name for each in fields(TransformerConfig)}
+        if wrong := sorted(set(changes) - (known - _SHARED_BY_LAYERS)):
+            raise ValueError(
+                f"{wrong[0]} cannot be that of one layer: "
+                + ("all layers of a model share it" if wrong[0] in known else "there is no such")
+                + "; a layer may have its own of the other fields of TransformerConfig"
+            )
+
+    def __repr__(self) -> str:
+        """As it is written."""
+        changes = "".join(f", {name}={value!r}" for name, value in self.changes)
+        return f"LayerSpec({self.letter!r}{changes})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,20 +237,33 @@ class TransformerConfig:
         ffn_size: inner width of the MLP, by default `4 * hidden_size` (for SwiGLU the multiple
             of 64 next above `8/3 * hidden_size`, which costs the same).
         max_sequence_length: the longest sequence; the number of rows of learned positions.
-        activation: `gelu` (exact), `gelu_tanh` (GPT-2's), `swiglu` (Shazeer, 2020) or
-            `relu2` (squared ReLU, So et al., 2021).
-        norm: `rmsnorm` or `layernorm`.
+        activation: `gelu` (exact), `gelu_tanh` (GPT-2's), `relu`, `relu2` (squared, So et al.,
+            2021), `silu`; with a gate `swiglu`, `geglu` or `geglu_tanh` (Shazeer, 2020); or an
+            `Activation` of your own.
+        norm: `rmsnorm` or `layernorm`; `layernorm_unbiased` has no bias and `layernorm_plain` no
+            parameters; in `rmsnorm_zero` and `layernorm_zero` the factor is 1 + weight; or a
+            `NormPart` of your own.
         norm_eps: added to the variance under the root.
         positions: `rope` (Su et al., 2021), `learned` or `none`.
         rope_theta: base of RoPE's wavelengths.
         rope_scaling: how the wavelengths are stretched; None keeps them.
+        rotary_fraction: the part of each query and key head that RoPE turns, from its start.
         attention: another kind of attention in place of multi-head attention.
         mla: the same as `attention`, by the name that multi-head latent attention has.
-        qk_norm: RMSNorm over each head of queries and keys before RoPE.
+        mlp: another kind of MLP.
+        qk_norm: the config's norm (RMSNorm for `layernorm`) over each head of queries and keys
+            before RoPE; `whole` normalises all heads of a token together.
         attention_bias: biases in the query, key and value projection.
         attention_output_bias: bias in attention's output projection; as `attention_bias` if None.
         mlp_bias: biases in the MLP.
+        pre_norm: normalise the inputs of attention and MLP.
         post_norm: also normalise the results of attention and MLP before they are added.
+        parallel_mlp: attention and MLP both read the input of the block, and are added to it
+            together. With `one_norm` they read the same normalised input; with `two_norms` each has
+            its own norm. None is one after the other.
+        embedding_scale: multiplies the embeddings of tokens.
+        residual_scale: multiplies what a layer adds to the residual stream.
+        logit_scale: multiplies the logits.
         tie_embeddings: the output head uses the embedding's weight.
         dropout: dropout of embeddings and of the results of attention and MLP.
         attention_dropout: dropout of attention probabilities.
@@ -282,6 +275,8 @@ class TransformerConfig:
             `-` MLP, `E` experts, `T` attention and MLP, or a letter of `layer_kinds`. None is `T`
             for all.
         layer_kinds: layers of your own, by their letters.
+        layers: a specification of each layer, where layers of one kind differ; `layer_pattern` is
+            for stacks whose layers of one letter are alike.
         mamba: sizes of Mamba-2 layers; given where the pattern has an `M`.
         moe: experts of layers of kind `E`, and in place of the MLP in layers of kind `T`, and
             in which of these; None has none.
@@ -307,6 +302,9 @@ class TransformerConfig:
             Transformer Engine; and which blocks keep the model's dtype.
         init_std: standard deviation of initial weights; projections into the residual stream are
             scaled down by the root of their number (Radford et al., 2019).
+        residual_additions: that number; None counts the layers.
+        huggingface_type: the `model_type` that `huggingface_config` writes; None chooses one that
+            has the config's features.
 
     Raises:
         ValueError: for sizes that do not fit together, with the arithmetic and a remedy.
@@ -323,19 +321,26 @@ class TransformerConfig:
     head_dim: int | None = None
     ffn_size: int | None = None
     max_sequence_length: int = 2048
-    activation: Activation = "swiglu"
-    norm: Norm = "rmsnorm"
+    activation: ActivationName | Activation = "swiglu"
+    norm: NormName | NormPart = "rmsnorm"
     norm_eps: float = 1e-5
     positions: PositionEncoding = "rope"
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    rotary_fraction: float = 1.0
     attention: AttentionVariant | None = None
     mla: AttentionVariant | None = None
-    qk_norm: bool = False
+    mlp: Part | None = None
+    qk_norm: bool | Literal["whole"] = False
     attention_bias: bool = False
     attention_output_bias: bool | None = None
     mlp_bias: bool = False
+    pre_norm: bool = True
     post_norm: bool = False
+    parallel_mlp: ParallelMLP | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
     dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -344,6 +349,7 @@ class TransformerConfig:
     attention_path: AttentionPath = "auto"
     layer_pattern: str | None = None
     layer_kinds: tuple[LayerKind, ...] = ()
+    layers: tuple[LayerSpec, ...] | None = None
     mamba: MambaConfig | None = None
     moe: MoEConfig | None = None
     vocab_multiple: int = 1
@@ -353,6 +359,8 @@ class TransformerConfig:
     loss_chunk: int | None = None
     precision: Precision = field(default_factory=Precision)
     init_std: float = 0.02
+    residual_additions: int | None = None
+    huggingface_type: str | None = None
 
     def __post_init__(self) -> None:
         require_choices(self, TransformerConfig)
@@ -363,14 +371,44 @@ class TransformerConfig:
             self.check_own_heads()
         else:
             self.attention_variant.check(self)
+        if self.mlp is not None:
+            self.mlp.check(self)
         self.precision.check_blocks(self.num_layers)
+        if self.layers is not None:
+            self._check_specs(self.layers)
         self._check_layers()
+
+    def _check_specs(self, layers: tuple[LayerSpec, ...]) -> None:
+        if self.layer_pattern is not None:
+            raise ValueError(
+                f"layer_pattern {self.layer_pattern!r} and layers are both given: each says what "
+                "the layers are; leave one out"
+            )
+        if len(layers) != self.num_layers:
+            raise ValueError(
+                f"layers has {len(layers)} layers, and num_layers is {self.num_layers}"
+            )
+        for number, spec in enumerate(layers):
+            new = [
+                n for n in ("moe", "mamba") if dict(spec.changes).get(n) and not getattr(self, n)
+            ]
+            if new:
+                raise ValueError(
+                    f"layer {number} has {new[0]}, and the model none: give it to the model, and "
+                    f"{new[0]}=None to its other layers"
+                )
+            try:
+                self.of_layer(number)
+            except ValueError as error:
+                error.args = (f"layer {number} ({spec!r}): {error}",)
+                raise
 
     def _check_layers(self) -> None:
         own = [kind.letter for kind in self.layer_kinds]
         if len(set(own)) < len(own):
             raise ValueError(f"layer_kinds have letters {own}: each must be another one")
-        check_pattern(self.layer_pattern, self.num_layers, self.mamba, own)
+        letters = self.layer_pattern if self.layers is None else self.pattern
+        check_pattern(letters, self.num_layers, self.mamba, own)
         if self.mamba is not None:
             self.mamba.heads(self.hidden_size)
         if self.moe is not None and self.mlp_bias:
@@ -399,10 +437,23 @@ class TransformerConfig:
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be in [0, 1)")
-        require_positive(self, "norm_eps", "rope_theta", "init_std")
+        require_positive(self, "norm_eps", "rope_theta", "init_std", "rotary_fraction")
+        require_positive(self, "embedding_scale", "residual_scale", "logit_scale")
+        self.gated  # noqa: B018 (an unknown activation)
+        if not isinstance(self.norm, NormPart):
+            require_one_of("norm", self.norm, get_args(NormName))
+        if self.qk_norm not in (False, True, "whole"):
+            raise ValueError(f"qk_norm is {self.qk_norm!r}: it must be False, True or 'whole'")
+        if self.parallel_mlp is not None:
+            require_one_of("parallel_mlp", self.parallel_mlp, get_args(ParallelMLP))
+            if self.post_norm or not self.pre_norm:
+                raise ValueError(
+                    f"parallel_mlp={self.parallel_mlp!r} beside pre_norm={self.pre_norm} and "
+                    f"post_norm={self.post_norm}: such blocks normalise their inputs alone"
+                )
         if self.positions != "rope":
             why = f"positions={self.positions!r} turns nothing by RoPE"
-            refuse_unread(self, ("rope_theta", "rope_scaling"), why)
+            refuse_unread(self, ("rope_theta", "rope_scaling", "rotary_fraction"), why)
 
     def check_own_heads(self) -> None:
         """Raise ValueError unless `num_heads`, `num_kv_heads` and `head_dim` fit together."""
@@ -413,11 +464,17 @@ class TransformerConfig:
                         "every key head serves the same number of query heads")  # fmt: skip
         if self.positions == "rope":
             require_divides("head width", self.head_width, "2", 2, "RoPE turns pairs of elements")
+            turned = self.rotary_fraction * self.head_width
+            if self.rotary_fraction > 1.0 or self.rotary_width < 2 or self.rotary_width % 2:
+                raise ValueError(
+                    f"rotary_fraction is {self.rotary_fraction}, and turns {turned} of "
+                    f"{self.head_width} elements: it must turn an even number of them"
+                )
 
     def own_head_widths(self) -> HeadWidths:
         """Widths of the heads by `head_dim`, or by `hidden_size` and `num_heads`."""
         width = self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
-        return HeadWidths(width, width, width)
+        return HeadWidths(width, width, int(width * self.rotary_fraction))
 
     # The values of optional sizes. The fields themselves keep what the caller wrote.
 
@@ -474,19 +531,57 @@ class TransformerConfig:
         """Inner width of the MLP."""
         if self.ffn_size is not None:
             return self.ffn_size
-        if self.activation == "swiglu":
+        if self.gated:
             return -(-8 * self.hidden_size // (3 * 64)) * 64
         return 4 * self.hidden_size
 
     @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return activation_of(self.activation).gated
+
+    def of_layer(self, layer: int) -> TransformerConfig:
+        """The config of a layer, counted from 0: this one, with what its specification changes.
+
+        All layers of that config are like the layer.
+        """
+        if self.layers is None:
+            return self
+        spec = self.layers[layer]
+        own: dict[str, Any] = {
+            "layers": None,
+            "layer_pattern": None,
+            "residual_additions": self.additions,
+        }
+        if spec.letter != "T":
+            own["layer_pattern"] = spec.letter * self.num_layers
+        own |= {} if spec.letter == "M" else {"mamba": None}
+        own |= {} if spec.letter in "TE" else {"moe": None}
+        return replace(self, **{**own, **dict(spec.changes)})
+
+    @property
+    def distinct_layers(self) -> list[TransformerConfig]:
+        """The configs of layers that differ."""
+        first = {spec: at for at, spec in reversed(list(enumerate(self.layers or "T")))}
+        return [self.of_layer(at) for at in sorted(first.values())]
+
+    @property
+    def additions(self) -> int:
+        """The number of results that are added to the residual stream."""
+        counted = self.num_layers + self.pattern.count("T")
+        return self.residual_additions or counted
+
+    @property
     def pattern(self) -> str:
         """One letter per layer; see `layer_pattern`."""
+        if self.layers is not None:
+            return "".join(spec.letter for spec in self.layers)
         return "T" * self.num_layers if self.layer_pattern is None else self.layer_pattern
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts (`T` in place of its MLP)."""
-        letter = self.pattern[layer]
-        return self.moe is not None and (letter == "E" or (letter == "T" and self.moe.at(layer)))
+        letter, moe = self.pattern[layer], self.of_layer(layer).moe
+        return moe is not None and (letter == "E" or (letter == "T" and moe.at(layer)))
 
     @property
     def output_bias(self) -> bool:
@@ -498,5 +593,13 @@ class TransformerConfig:
     @property
     def residual_init_std(self) -> float:
         """Standard deviation of initial weights that write into the residual stream."""
-        additions = self.num_layers + self.pattern.count("T")
-        return self.init_std / math.sqrt(additions)
+        return self.init_std / math.sqrt(self.additions)
+
+
+_SHARED_BY_LAYERS = {
+    *("vocab_size", "hidden_size", "num_layers", "max_sequence_length", "tie_embeddings"),
+    *("embedding_scale", "logit_scale", "layer_pattern", "layer_kinds", "layers", "loss_chunk"),
+    *("vocab_multiple", "sequence_parallel", "tp_reduction", "context_parallel", "precision"),
+    *("residual_additions", "huggingface_type"),
+}
+"""Fields that are of the whole model: its ends, and how its ranks share the work."""

@@ -81,7 +81,8 @@ class GPTModel(KeepsRoles):
         self.config = config
         self.axis = axis
         if self.cp is not None:
-            check_context_parallel(config, self.cp, 1 if axis is None else axis.size)
+            for layer in config.distinct_layers:
+                check_context_parallel(layer, self.cp, 1 if axis is None else axis.size)
         partial = self.sequence_parallel = config.sequence_parallel and axis is not None
         self.embedding = VocabParallelEmbedding(
             config.padded_vocab_size,
@@ -227,6 +228,8 @@ class GPTModel(KeepsRoles):
             tokens, `[tokens / tp, hidden]`.
         """
         x: Tensor = self.embedding(tokens)
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
         if splice is not None:
             x = splice.into(x, self.axis if self.sequence_parallel else None)
         if self.position_embedding is not None:

@@ -4,26 +4,28 @@
 letters are `LETTERS` of `base/configs/mamba.py`; `TransformerConfig.layer_kinds` adds others.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lamina.models.attention.attention import variant_of
 from lamina.models.attention.context import AttentionContext
-from lamina.models.base.config import TransformerConfig
+from lamina.models.base.config import Part, TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.layers.dropout import Dropout
-from lamina.models.layers.mlp import MLP
+from lamina.models.layers.mlp import feed_forward_of
 from lamina.models.layers.norms import make_norm
-from lamina.models.mamba.block import MambaMixer, MambaState
+from lamina.models.mamba.block import Mamba2, MambaMixer, MambaState
 from lamina.models.moe.expert_axes import ExpertAxes
-from lamina.models.moe.layer import MoELayer
+from lamina.models.moe.layer import Experts, MoELayer
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
+    """Attention and MLP: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    With `config.post_norm` the results of attention and MLP are normalised before the addition.
+    With `config.post_norm` the results of attention and MLP are normalised before the addition,
+    without `config.pre_norm` their inputs are not. With `config.parallel_mlp` both read the same x.
 
     Args:
         config: the shape.
@@ -48,29 +50,42 @@ class TransformerBlock(nn.Module):
         axis = axis_of(mesh, "tp")
         partial = config.sequence_parallel and axis is not None
         self.dropout = Dropout(config.dropout, axis, sharded=partial)
-        self.attention_norm = make_norm(config, partial=partial)
+        self.scale, self.parallel = config.residual_scale, config.parallel_mlp is not None
+
+        def norm(wanted: bool) -> nn.Module | None:
+            return make_norm(config, partial=partial) if wanted else None
+
+        self.attention_norm = norm(config.pre_norm)
         self.attention = variant_of(config).make(config, mesh)
-        self.attention_post_norm = make_norm(config, partial=partial) if config.post_norm else None
-        self.mlp_norm = make_norm(config, partial=partial)
+        self.attention_post_norm = norm(config.post_norm)
+        self.mlp_norm = norm(config.pre_norm and config.parallel_mlp != "one_norm")
         self.mlp: nn.Module
         if config.has_experts(layer):
             self.mlp = MoELayer(config, mesh if experts is None else experts)
         else:
-            self.mlp = MLP(config, axis)
-        self.mlp_post_norm = make_norm(config, partial=partial) if config.post_norm else None
+            self.mlp = feed_forward_of(config).make(config, axis)
+        self.mlp_post_norm = norm(config.post_norm)
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
-        update = self.attention(self.attention_norm(x), context)
-        x = _add(x, update, self.attention_post_norm, self.dropout)
-        update = _feed_forward(self.mlp, self.mlp_norm(x), context)
-        return _add(x, update, self.mlp_post_norm, self.dropout)
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        update = self.attention(normed, context)
+        if self.parallel:
+            inner = normed if self.mlp_norm is None else self.mlp_norm(x)
+            update = update + _feed_forward(self.mlp, inner, context)
+            return _add(x, update, None, self.dropout, self.scale)
+        x = _add(x, update, self.attention_post_norm, self.dropout, self.scale)
+        inner = x if self.mlp_norm is None else self.mlp_norm(x)
+        update = _feed_forward(self.mlp, inner, context)
+        return _add(x, update, self.mlp_post_norm, self.dropout, self.scale)
 
 
-def _add(x: Tensor, update: Tensor, norm: nn.Module | None, dropout: nn.Module) -> Tensor:
-    """Add an update to the residual stream, after post-norm and dropout."""
+def _add(
+    x: Tensor, update: Tensor, norm: nn.Module | None, dropout: nn.Module, scale: float
+) -> Tensor:
+    """Add an update to the residual stream, after post-norm, dropout and scale."""
     dropped: Tensor = dropout(update if norm is None else norm(update))
-    return x + dropped
+    return x + (dropped if scale == 1.0 else dropped * scale)
 
 
 def _feed_forward(mlp: nn.Module, x: Tensor, context: AttentionContext | None) -> Any:
@@ -101,6 +116,7 @@ class ResidualBlock(nn.Module):
         self.norm = make_norm(config, partial=partial)
         self.mixer = mixer
         self.post_norm = make_norm(config, partial=partial) if config.post_norm else None
+        self.scale = config.residual_scale
         self.dropout = Dropout(config.dropout, axis, sharded=partial)
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
@@ -109,7 +125,7 @@ class ResidualBlock(nn.Module):
 
     def add(self, x: Tensor, update: Tensor) -> Tensor:
         """Add an update to the residual stream, after post-norm and dropout."""
-        return _add(x, update, self.post_norm, self.dropout)
+        return _add(x, update, self.post_norm, self.dropout, self.scale)
 
 
 class MambaBlock(ResidualBlock):
@@ -168,7 +184,7 @@ class MLPBlock(_FeedForwardBlock):
     """
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
-        super().__init__(config, MLP(config, mesh), mesh)
+        super().__init__(config, feed_forward_of(config).make(config, mesh), mesh)
 
 
 class ExpertBlock(_FeedForwardBlock):
@@ -205,11 +221,48 @@ def make_block(
         >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
         >>> first = make_block(config, 0)
     """
-    letter = config.pattern[index]
+    letter, layer = config.pattern[index], config.of_layer(index)
     if letter in config.own_layers:
-        return config.own_layers[letter].make(config, mesh)
-    if letter == "T":
-        return TransformerBlock(config, mesh, layer=index, experts=experts)
-    if letter == "E":
-        return ExpertBlock(config, mesh, experts)
-    return {"M": MambaBlock, "*": AttentionBlock, "-": MLPBlock}[letter](config, mesh)
+        return config.own_layers[letter].make(layer, mesh)
+    return _KINDS[letter].build(layer, mesh, index, experts)
+
+
+def parts_of(config: TransformerConfig, index: int) -> tuple[Part, ...]:
+    """The parts of layer `index`, each to be asked with `config.of_layer(index)`."""
+    letter, layer = config.pattern[index], config.of_layer(index)
+    if letter in config.own_layers:
+        return (config.own_layers[letter],)
+    return _KINDS[letter].parts(layer, index)
+
+
+class _Kind(NamedTuple):
+    """One of Lamina's own kinds of layer: its block, and the parts that it is made of."""
+
+    build: Callable[[TransformerConfig, MeshLike, int, ExpertAxes | None], nn.Module]
+    parts: Callable[[TransformerConfig, int], tuple[Part, ...]]
+
+
+def _inner_part(config: TransformerConfig, index: int) -> Part:
+    return Experts() if config.has_experts(index) else feed_forward_of(config)
+
+
+_KINDS = {
+    "T": _Kind(
+        lambda config, mesh, at, experts: TransformerBlock(config, mesh, layer=at, experts=experts),
+        lambda config, at: (variant_of(config), _inner_part(config, at)),
+    ),
+    "*": _Kind(
+        lambda config, mesh, *_: AttentionBlock(config, mesh),
+        lambda config, _: (variant_of(config),),
+    ),
+    "-": _Kind(
+        lambda config, mesh, *_: MLPBlock(config, mesh),
+        lambda config, _: (feed_forward_of(config),),
+    ),
+    "E": _Kind(
+        lambda config, mesh, _, experts: ExpertBlock(config, mesh, experts),
+        lambda *_: (Experts(),),
+    ),
+    "M": _Kind(lambda config, mesh, *_: MambaBlock(config, mesh), lambda *_: (Mamba2(),)),
+}
+"""Lamina's own layers, by letter; `TransformerConfig.layer_kinds` are others."""

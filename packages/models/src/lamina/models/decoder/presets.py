@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from lamina.models.attention.latent_attention import LatentAttention
-from lamina.models.base.config import RopeScaling, TransformerConfig, yarn_magnitude
+from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.moe import MoEConfig
+from lamina.models.base.configs.rope import RopeScaling, yarn_magnitude
 
 
 def _sized(*sizes: int, **shape: Any) -> TransformerConfig:

@@ -9,13 +9,12 @@ from typing import Any
 from lamina.models.attention.attention import MultiHeadAttention, variant_of
 from lamina.models.attention.latent_attention import LatentAttention
 from lamina.models.base.config import (
-    Activation,
     AttentionVariant,
-    RopeScaling,
     TransformerConfig,
-    yarn_magnitude,
 )
+from lamina.models.base.configs.elements import ActivationName
 from lamina.models.base.configs.mamba import MambaConfig
+from lamina.models.base.configs.rope import RopeScaling, yarn_magnitude
 from lamina.models.huggingface.config_fields import (
     AS_IT_IS,
     ConfigFields,
@@ -68,7 +67,7 @@ def _written_gpt2(config: TransformerConfig) -> dict[str, Any]:
         "n_head": config.num_heads,
         "n_inner": config.ffn_width,
         "n_positions": config.max_sequence_length,
-        "activation_function": {"gelu_tanh": "gelu_new"}.get(config.activation, "gelu"),
+        "activation_function": {"gelu_tanh": "gelu_new"}.get(str(config.activation), "gelu"),
         "layer_norm_epsilon": config.norm_eps,
         "embd_pdrop": config.dropout,
         "resid_pdrop": config.dropout,
@@ -243,7 +242,7 @@ def _read_gpt2(source: Mapping[str, Any]) -> TransformerConfig:
             f"embd_pdrop is {embedding}, resid_pdrop {residual}: TransformerConfig has one dropout "
             "for both; write the same into config.json"
         )
-    activations: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu": "gelu"}
+    activations: dict[str, ActivationName] = {"gelu_new": "gelu_tanh", "gelu": "gelu"}
     name = source.get("activation_function", "gelu_new")
     if name not in activations:
         raise ValueError(f"activation_function is {name!r}: known are {', '.join(activations)}")

@@ -206,6 +206,8 @@ class OutputHead(_Table):
         labels that are not one per token.
         """
         check_reduction(reduction)
+        if self.config.logit_scale != 1.0:
+            hidden = hidden * self.config.logit_scale
         hidden = for_cut_layers(hidden, self.config, self.axis)
         if labels is None:
             logits = F.linear(hidden, self.weight)

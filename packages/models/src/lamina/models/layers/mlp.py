@@ -1,38 +1,38 @@
 """The feed-forward network of a block."""
 
-from typing import cast, get_args
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lamina.models.base.config import Activation, TransformerConfig
-from lamina.models.base.configs.field_checks import require_one_of
+from lamina.models.base.config import Part, TransformerConfig
+from lamina.models.base.configs.elements import Activation, activation_of
 from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.base.weight_link import WeightLink, linked
 from lamina.models.layers.linear import from_residual, into_residual
 
 
 class ActivationFunction(nn.Module):
-    """GELU, SwiGLU or squared ReLU, as a module, so that selective recomputation can find it."""
+    """The function between two products, as a module, so that selective recomputation finds it."""
 
-    def __init__(self, kind: Activation) -> None:
+    def __init__(self, kind: str | Activation) -> None:
         super().__init__()
-        require_one_of("activation", kind, get_args(Activation))
         self.kind = kind
+        self.function, self.gated = activation_of(kind).function, activation_of(kind).gated
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., ffn]` to the same; SwiGLU takes `[..., 2 * ffn]`, the gate first."""
-        if self.kind == "swiglu":
+        """`[..., ffn]` to the same; a gated function takes `[..., 2 * ffn]`, the gate first."""
+        if self.gated:
             gate, up = x.chunk(2, dim=-1)
-            return F.silu(gate) * up
-        if self.kind == "relu2":
-            return F.relu(x).square()
-        return F.gelu(x, approximate="tanh" if self.kind == "gelu_tanh" else "none")
+            return self.function(gate) * up
+        return self.function(x)
 
 
 class MLP(nn.Module):
-    """Up projection, activation, down projection; SwiGLU's gate and up are one weight.
+    """Up projection, activation, down projection; a gate and the up projection are one weight.
 
-    `up.weight` is `[ffn, hidden]`, or `[2 * ffn, hidden]` with SwiGLU: gate rows first. Over
+    `up.weight` is `[ffn, hidden]`, or `[2 * ffn, hidden]` with a gate, whose rows are first. Over
     tensor-parallel ranks each holds a run of the inner width, the same of gate and of up.
 
     Args:
@@ -49,7 +49,7 @@ class MLP(nn.Module):
         super().__init__()
         axis = axis_of(mesh, "tp")
         ffn = config.ffn_width
-        blocks = (ffn, ffn) if config.activation == "swiglu" else (ffn,)
+        blocks = (ffn, ffn) if config.gated else (ffn,)
         self.up = from_residual(config, blocks, axis, bias=config.mlp_bias)
         self.activation = ActivationFunction(config.activation)
         self.down = into_residual(config, ffn, axis, bias=config.mlp_bias)
@@ -57,3 +57,33 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` to `[..., hidden]`."""
         return cast(Tensor, self.down(self.activation(self.up(x))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseMLP(Part):
+    """The MLP that the config's `ffn_width`, `activation` and `mlp_bias` describe."""
+
+    def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
+        """See `Part.make`."""
+        return MLP(config, mesh)
+
+    def parameters(self, config: TransformerConfig) -> int:
+        """See `Part.parameters`."""
+        return (3 if config.gated else 2) * config.hidden_size * config.ffn_width
+
+    def huggingface_links(
+        self, config: TransformerConfig, ours: str, theirs: str
+    ) -> Iterator[WeightLink]:
+        """See `Part.huggingface_links`."""
+        bias, inner = config.mlp_bias, config.ffn_width
+        if config.gated:
+            names, rows = (f"{theirs}.gate_proj", f"{theirs}.up_proj"), (inner, inner)
+            yield from linked(f"{ours}.up", *names, bias=bias, rows=rows)
+        else:
+            yield from linked(f"{ours}.up", f"{theirs}.up_proj", bias=bias)
+        yield from linked(f"{ours}.down", f"{theirs}.down_proj", bias=bias)
+
+
+def feed_forward_of(config: TransformerConfig) -> Part:
+    """The config's kind of MLP."""
+    return config.mlp or DenseMLP()

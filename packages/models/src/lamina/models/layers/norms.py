@@ -1,5 +1,6 @@
 """Normalisation over the last dimension."""
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -7,31 +8,55 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lamina.collectives import copy_to, reduce_from
 from lamina.mesh import mark
+from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
 from lamina.models.base.config import TransformerConfig
+from lamina.models.base.configs.elements import NormPart
+from lamina.models.base.mesh_axes import require_divisible
 
 
 class _Norm(nn.Module):
-    """What both norms have in common: parameters over the last dimension."""
+    """What both norms have in common: parameters over the last dimension.
 
-    has_bias: ClassVar[bool] = False
+    `names` are those of the parameters that there are. With `zero_centred` the weight starts at
+    zero, and one is added to it.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("weight",)
+    weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, size: int, eps: float = 1e-5, *, partial: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float = 1e-5,
+        *,
+        partial: bool = False,
+        names: tuple[str, ...] | None = None,
+        zero_centred: bool = False,
+    ) -> None:
         super().__init__()
-        self.size, self.eps, self.partial = size, eps, partial
-        self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size)) if self.has_bias else None
+        self.size, self.eps, self.partial, self.zero_centred = size, eps, partial, zero_centred
+        names = self.names if names is None else names
+        self.weight = nn.Parameter(torch.empty(size)) if "weight" in names else None
+        self.bias = nn.Parameter(torch.empty(size)) if "bias" in names else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight to ones and a bias to zeros, and mark their roles."""
+        """Set the factor to ones and a bias to zeros, and mark their roles."""
         for parameter in self.parameters(recurse=False):
             mark(parameter, tp_grad="sum" if self.partial else None)
-        nn.init.ones_(self.weight)
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 0.0 if self.zero_centred else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    @property
+    def factor(self) -> Tensor | None:
+        """What multiplies the normalised elements; None is one."""
+        return 1.0 + self.weight if self.zero_centred and self.weight is not None else self.weight
 
     def extra_repr(self) -> str:
         """The width and `eps`, for printing."""
@@ -53,11 +78,12 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., size]` with statistics in float32 or wider; keeps x's dtype."""
-        if x.device.type != "cpu":
-            return torch.rms_norm(x, (self.size,), self.weight, self.eps)
+        factor = self.factor
+        if x.device.type != "cpu" or factor is None:
+            return torch.rms_norm(x, (self.size,), factor, self.eps)
         # torch has no fused RMSNorm on a CPU; its backward takes three times as long (0605).
         wide = torch.promote_types(x.dtype, torch.float32)
-        normed = applied(_RMSNormOnCPU, x.to(wide), self.weight.to(wide), self.eps)
+        normed = applied(_RMSNormOnCPU, x.to(wide), factor.to(wide), self.eps)
         return normed.to(dtype=x.dtype)
 
 
@@ -99,14 +125,73 @@ class LayerNorm(_Norm):
         torch.Size([2, 8])
     """
 
-    has_bias = True
+    names = ("weight", "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., size]`; the result has x's dtype."""
-        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+        return F.layer_norm(x, (self.size,), self.factor, self.bias, self.eps)
 
 
-def make_norm(config: TransformerConfig, *, partial: bool = False) -> RMSNorm | LayerNorm:
+class CutRMSNorm(nn.Module):
+    """RMSNorm over a dimension that tensor-parallel ranks hold a piece of each.
+
+    Args:
+        size: width of the dimension over all ranks.
+        eps: added to the mean square under the root.
+        axis: the ranks; None is one process.
+    """
+
+    def __init__(self, size: int, eps: float, axis: MeshAxis | None = None) -> None:
+        super().__init__()
+        self.size, self.eps, self.axis = size, eps, axis
+        self.weight = nn.Parameter(torch.empty(require_divisible("width of norm", size, axis)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to ones, and mark its role."""
+        if self.axis is not None:
+            mark(self.weight, tp_shard_dim=0)
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `[..., size / ranks]` by the mean square over all ranks."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(dim=-1, keepdim=True)
+        if self.axis is not None:
+            # The sum is on every rank, and each rank's part of the loss has a gradient for it.
+            squares = copy_to(reduce_from(squares, self.axis.group), self.axis.group)
+        return ((wide * (squares / self.size + self.eps).rsqrt()) * self.weight).to(x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OwnNorm(NormPart):
+    """One of the norms above, with these parameters."""
+
+    kind: type[RMSNorm | LayerNorm] = RMSNorm
+    zero_centred: bool = False
+
+    def make(self, size: int, eps: float, *, partial: bool = False) -> RMSNorm | LayerNorm:
+        """See `NormPart.make`."""
+        how: dict[str, Any] = {"names": self.names, "zero_centred": self.zero_centred}
+        return self.kind(size, eps, partial=partial, **how)
+
+
+_BOTH = ("weight", "bias")
+NORMS: dict[str, NormPart] = {
+    "rmsnorm": _OwnNorm(),
+    "rmsnorm_zero": _OwnNorm(zero_centred=True),
+    "layernorm": _OwnNorm(kind=LayerNorm, names=_BOTH),
+    "layernorm_zero": _OwnNorm(kind=LayerNorm, names=_BOTH, zero_centred=True),
+    "layernorm_unbiased": _OwnNorm(kind=LayerNorm),
+    "layernorm_plain": _OwnNorm(kind=LayerNorm, names=()),
+}
+
+
+def norm_of(config: TransformerConfig) -> NormPart:
+    """The norm that the config names, or holds."""
+    return config.norm if isinstance(config.norm, NormPart) else NORMS[config.norm]
+
+
+def make_norm(config: TransformerConfig, *, partial: bool = False) -> nn.Module:
     """Build the norm that the config names, over the hidden size."""
-    kind = RMSNorm if config.norm == "rmsnorm" else LayerNorm
-    return kind(config.hidden_size, config.norm_eps, partial=partial)
+    return norm_of(config).make(config.hidden_size, config.norm_eps, partial=partial)

@@ -1,6 +1,7 @@
 """The Mamba-2 mixer: projection, short convolution, selective scan, gated norm, projection."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from lamina.mesh import derive_seed, mark
 from lamina.mesh.engine import MeshAxis
 from lamina.models.attention.context import AttentionContext
-from lamina.models.base.config import TransformerConfig
+from lamina.models.base.config import Part, TransformerConfig
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.initialise import fill, uniform
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
+from lamina.models.base.weight_link import WeightLink
 from lamina.models.layers.linear import from_residual, into_residual
 from lamina.models.layers.matmul_products import under_autocast
 from lamina.models.mamba.scan import choose_path, chunked_scan, kernel_scan, scan_step
@@ -206,10 +208,8 @@ class MambaMixer(nn.Module):
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
         super().__init__()
-        if config.mamba is None:
-            raise ValueError("the config has no mamba: give mamba=MambaConfig(...)")
         axis = axis_of(mesh, "tp")
-        self.sizes = sizes = config.mamba
+        self.sizes = sizes = sizes_of(config)
         heads = sizes.heads(config.hidden_size)
         inner, shared = heads * sizes.head_dim, sizes.groups * sizes.state_size
         self.heads = require_divisible("Mamba heads", heads, axis)
@@ -288,3 +288,51 @@ class MambaMixer(nn.Module):
         y = self.norm(y.flatten(-2), gate)
         output: Tensor = self.output(y)
         return output, MambaState(window, scanned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2(Part):
+    """The mixer that the config's `mamba` describes."""
+
+    def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
+        """See `Part.make`."""
+        return MambaMixer(config, mesh)
+
+    def parameters(self, config: TransformerConfig) -> int:
+        """See `Part.parameters`."""
+        sizes = sizes_of(config)
+        heads = sizes.heads(config.hidden_size)
+        inner, shared = heads * sizes.head_dim, sizes.groups * sizes.state_size
+        projections = config.hidden_size * (3 * inner + 2 * shared + heads)
+        return projections + sizes.conv_kernel * (inner + 2 * shared)
+
+    def products_per_token(self, config: TransformerConfig, sequence: int) -> float:
+        """See `Part.products_per_token`."""
+        # The recurrence has two products per element of the state: its update and its output.
+        sizes = sizes_of(config)
+        return 2.0 * sizes.head_dim * sizes.state_size * sizes.heads(config.hidden_size)
+
+    def huggingface_links(
+        self, config: TransformerConfig, ours: str, theirs: str
+    ) -> Iterator[WeightLink]:
+        """See `Part.huggingface_links`."""
+        sizes = sizes_of(config)
+        projections = ("weight", "bias") if sizes.bias else ("weight",)
+        kinds = {
+            "input": ("in_proj", projections),
+            "conv": ("conv1d", ("weight", "bias") if sizes.conv_bias else ("weight",)),
+            "scan": ("", ("A_log", "D", "dt_bias")),
+            "norm": ("norm", ("weight",)),
+            "output": ("out_proj", projections),
+        }
+        for part, (module, names) in kinds.items():
+            for name in names:
+                path = ".".join(filter(None, (theirs, module, name)))
+                yield WeightLink(f"{ours}.{part}.{name}", (path,))
+
+
+def sizes_of(config: TransformerConfig) -> MambaConfig:
+    """The config's `mamba`; ValueError if it has none."""
+    if config.mamba is None:
+        raise ValueError("the config has no mamba: give mamba=MambaConfig(...)")
+    return config.mamba

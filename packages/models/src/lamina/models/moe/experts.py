@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from lamina.mesh import derive_seed, mark
 from lamina.models.base.applied import applied
-from lamina.models.base.config import Activation
+from lamina.models.base.configs.elements import Activation, ActivationName, activation_of
 from lamina.models.base.configs.moe import ExpertsPath
 from lamina.models.base.initialise import draw_seed, fill_stack, normal
 from lamina.models.base.mesh_axes import MeshLike, require_divisible
@@ -213,7 +213,7 @@ class GroupedExperts(nn.Module):
         ffn_size: int,
         mesh: MeshLike | ExpertAxes = None,
         *,
-        activation: Activation = "swiglu",
+        activation: ActivationName | Activation = "swiglu",
         init_std: float = 0.02,
         output_std: float | None = None,
         path: ExpertsPath = "auto",
@@ -224,7 +224,7 @@ class GroupedExperts(nn.Module):
         self.init_std = init_std
         self.output_std = init_std if output_std is None else output_std
         self.init_seed: int | None = None
-        self.blocks = (ffn_size, ffn_size) if activation == "swiglu" else (ffn_size,)
+        self.blocks = (ffn_size, ffn_size) if activation_of(activation).gated else (ffn_size,)
         local_experts = require_divisible("num_experts", num_experts, self.axes.ep)
         inner = require_divisible("ffn_size of experts", ffn_size, self.axes.expert_tp)
         self.first = 0 if self.axes.ep is None else self.axes.ep.rank * local_experts

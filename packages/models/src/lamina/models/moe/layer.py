@@ -1,10 +1,11 @@
 """A layer of experts, which replaces the MLP of a block."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from lamina.models.base.config import TransformerConfig
+from lamina.models.base.config import Part, TransformerConfig
+from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.layers.mlp import MLP
 from lamina.models.moe.dispatcher import TokenDispatcher
@@ -35,9 +36,7 @@ class MoELayer(nn.Module):
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike | ExpertAxes = None) -> None:
         super().__init__()
-        moe = config.moe
-        if moe is None:
-            raise ValueError("config.moe is None: give the TransformerConfig a MoEConfig")
+        moe = sizes_of(config)
         self.axes = axes = ExpertAxes.of(mesh, sequence_parallel=config.sequence_parallel)
         self.router = TopKRouter(
             config.hidden_size,
@@ -91,3 +90,25 @@ class MoELayer(nn.Module):
         beside = None if self.shared is None else self.shared.down(inner)
         output = way.combine().view(x.shape)
         return output if beside is None else output + beside
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(Part):
+    """The experts that the config's `moe` describes."""
+
+    def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
+        """See `Part.make`."""
+        return MoELayer(config, mesh)
+
+    def parameters(self, config: TransformerConfig) -> int:
+        """See `Part.parameters`; of the experts only those count that a token is sent to."""
+        moe = sizes_of(config)
+        inner = moe.top_k * (moe.ffn_size or config.ffn_width) + (moe.shared_ffn_size or 0)
+        return config.hidden_size * ((3 if config.gated else 2) * inner + moe.num_experts)
+
+
+def sizes_of(config: TransformerConfig) -> MoEConfig:
+    """The config's `moe`; ValueError if it has none."""
+    if config.moe is None:
+        raise ValueError("config.moe is None: give the TransformerConfig a MoEConfig")
+    return config.moe

@@ -3,12 +3,10 @@
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from lamina.models.base.config import TransformerConfig
-from lamina.models.base.configs.product_precision import Precision
-from lamina.models.decoder.cost import training_flops_per_token
+from lamina.models.decoder.cost import layer_flops_per_token
 
 Layout = tuple[tuple[int, ...], ...]
 """Layers of each stage, in order."""
@@ -29,24 +27,8 @@ def part_costs(config: TransformerConfig, sequence: int) -> tuple[float, list[fl
     It is in floating-point operations or their equivalent, for sequences of this many tokens.
     """
     head = 6.0 * config.padded_vocab_size * config.hidden_size
-    kinds = [(letter, config.has_experts(at)) for at, letter in enumerate(config.pattern)]
-    costs = {
-        kind: training_flops_per_token(_one_layer(config, *kind), sequence) - head
-        for kind in set(kinds)
-    }
-    return LOOKUP_COST * config.hidden_size, [costs[kind] for kind in kinds], head
-
-
-def _one_layer(config: TransformerConfig, letter: str, experts: bool) -> TransformerConfig:
-    """The config of a model with one layer of a kind."""
-    moe = None
-    if experts and config.moe is not None:
-        moe = replace(config.moe, first_dense=0, every=1)
-    mamba = config.mamba if letter == "M" else None
-    precision = Precision()  # without special layers at the start and the end
-    return replace(
-        config, num_layers=1, layer_pattern=letter, mamba=mamba, moe=moe, precision=precision
-    )
+    layers = [layer_flops_per_token(config, at, sequence) for at in range(config.num_layers)]
+    return LOOKUP_COST * config.hidden_size, layers, head
 
 
 def cut_layers(config: TransformerConfig, num_stages: int, sequence: int | None = None) -> Layout:

@@ -14,11 +14,11 @@ from lamina.models import (
     Activation,
     ColumnParallelLinear,
     GPTModel,
+    LayerPart,
     LayerSpec,
     MambaConfig,
     MoEConfig,
     NormPart,
-    Part,
     RMSNorm,
     RowParallelLinear,
     WeightLink,
@@ -140,7 +140,7 @@ def test_layers_of_several_kinds_stand_in_a_list():
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoLayers(Part):
+class TwoLayers(LayerPart):
     """An MLP of one product, a sine, and one product."""
 
     width: int

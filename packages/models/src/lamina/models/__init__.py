@@ -9,8 +9,8 @@ from lamina.models.attention.latent_attention import LatentAttention
 from lamina.models.base.config import (
     AttentionVariant,
     LayerKind,
+    LayerPart,
     LayerSpec,
-    Part,
     TransformerConfig,
 )
 from lamina.models.base.configs.elements import Activation, NormPart
@@ -81,6 +81,7 @@ __all__ = [
     "LatentAttention",
     "LayerKind",
     "LayerNorm",
+    "LayerPart",
     "LayerSpec",
     "MLPBlock",
     "MambaBlock",
@@ -88,7 +89,6 @@ __all__ = [
     "MoEConfig",
     "MoELayer",
     "NormPart",
-    "Part",
     "PipelineRunner",
     "Precision",
     "PrecisionUnavailableError",

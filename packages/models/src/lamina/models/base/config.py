@@ -56,7 +56,7 @@ class HeadWidths(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part(ABC):
+class LayerPart(ABC):
     """A part of a layer: all that the rest of Lamina asks about it.
 
     Subclass it as a frozen dataclass whose fields are the part's own sizes. `make` and `parameters`
@@ -106,7 +106,7 @@ class Part(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionVariant(Part):
+class AttentionVariant(LayerPart):
     """A kind of attention: give an object as `TransformerConfig(attention=...)`.
 
     The members that are not required describe multi-head attention with the config's heads, and are
@@ -131,14 +131,14 @@ class AttentionVariant(Part):
         return config.num_heads * (widths.query + widths.value)
 
     def products_per_token(self, config: TransformerConfig, sequence: int) -> float:
-        """See `Part.products_per_token`: the pairs that the causal mask and the window allow."""
+        """See `LayerPart.products_per_token`: by causal mask and window."""
         window = min(config.sliding_window or sequence, sequence)
         # The first `window` tokens attend to 1, 2, ... tokens, and the others to `window` each.
         pairs = (window * (window + 1) / 2 + (sequence - window) * window) / sequence
         return pairs * self.products_per_pair(config)
 
     def check(self, config: TransformerConfig) -> None:
-        """See `Part.check`."""
+        """See `LayerPart.check`."""
         config.check_own_heads()
 
     def widths(self, config: TransformerConfig) -> HeadWidths:
@@ -164,7 +164,7 @@ class AttentionVariant(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerKind(Part):
+class LayerKind(LayerPart):
     """A layer of your own in a stack: give it as `TransformerConfig(layer_kinds=(...,))`.
 
     Subclass it as a frozen dataclass whose further fields are the layer's sizes. Its module has the
@@ -330,7 +330,7 @@ class TransformerConfig:
     rotary_fraction: float = 1.0
     attention: AttentionVariant | None = None
     mla: AttentionVariant | None = None
-    mlp: Part | None = None
+    mlp: LayerPart | None = None
     qk_norm: bool | Literal["whole"] = False
     attention_bias: bool = False
     attention_output_bias: bool | None = None
@@ -389,14 +389,13 @@ class TransformerConfig:
                 f"layers has {len(layers)} layers, and num_layers is {self.num_layers}"
             )
         for number, spec in enumerate(layers):
-            new = [
-                n for n in ("moe", "mamba") if dict(spec.changes).get(n) and not getattr(self, n)
-            ]
-            if new:
-                raise ValueError(
-                    f"layer {number} has {new[0]}, and the model none: give it to the model, and "
-                    f"{new[0]}=None to its other layers"
-                )
+            given = {name for name, value in spec.changes if value is not None}
+            for name in given & {"moe", "mamba"}:
+                if getattr(self, name) is None:
+                    raise ValueError(
+                        f"layer {number} has {name}, and the model none: give it to the model, and "
+                        f"{name}=None to its other layers"
+                    )
             try:
                 self.of_layer(number)
             except ValueError as error:

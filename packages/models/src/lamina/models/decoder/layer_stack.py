@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lamina.models.attention.attention import variant_of
 from lamina.models.attention.context import AttentionContext
-from lamina.models.base.config import Part, TransformerConfig
+from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.mlp import feed_forward_of
@@ -227,22 +227,22 @@ def make_block(
     return _KINDS[letter].build(layer, mesh, index, experts)
 
 
-def parts_of(config: TransformerConfig, index: int) -> tuple[Part, ...]:
+def parts_of(config: TransformerConfig, index: int) -> tuple[LayerPart, ...]:
     """The parts of layer `index`, each to be asked with `config.of_layer(index)`."""
     letter, layer = config.pattern[index], config.of_layer(index)
     if letter in config.own_layers:
         return (config.own_layers[letter],)
-    return _KINDS[letter].parts(layer, index)
+    return _KINDS[letter].made_of(layer, index)
 
 
 class _Kind(NamedTuple):
     """One of Lamina's own kinds of layer: its block, and the parts that it is made of."""
 
     build: Callable[[TransformerConfig, MeshLike, int, ExpertAxes | None], nn.Module]
-    parts: Callable[[TransformerConfig, int], tuple[Part, ...]]
+    made_of: Callable[[TransformerConfig, int], tuple[LayerPart, ...]]
 
 
-def _inner_part(config: TransformerConfig, index: int) -> Part:
+def _inner_part(config: TransformerConfig, index: int) -> LayerPart:
     return Experts() if config.has_experts(index) else feed_forward_of(config)
 
 

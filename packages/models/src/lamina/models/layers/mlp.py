@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from lamina.models.base.config import Part, TransformerConfig
+from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.configs.elements import Activation, activation_of
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.base.weight_link import WeightLink, linked
@@ -60,21 +60,21 @@ class MLP(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseMLP(Part):
+class DenseMLP(LayerPart):
     """The MLP that the config's `ffn_width`, `activation` and `mlp_bias` describe."""
 
     def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
-        """See `Part.make`."""
+        """See `LayerPart.make`."""
         return MLP(config, mesh)
 
     def parameters(self, config: TransformerConfig) -> int:
-        """See `Part.parameters`."""
+        """See `LayerPart.parameters`."""
         return (3 if config.gated else 2) * config.hidden_size * config.ffn_width
 
     def huggingface_links(
         self, config: TransformerConfig, ours: str, theirs: str
     ) -> Iterator[WeightLink]:
-        """See `Part.huggingface_links`."""
+        """See `LayerPart.huggingface_links`."""
         bias, inner = config.mlp_bias, config.ffn_width
         if config.gated:
             names, rows = (f"{theirs}.gate_proj", f"{theirs}.up_proj"), (inner, inner)
@@ -84,6 +84,6 @@ class DenseMLP(Part):
         yield from linked(f"{ours}.down", f"{theirs}.down_proj", bias=bias)
 
 
-def feed_forward_of(config: TransformerConfig) -> Part:
+def feed_forward_of(config: TransformerConfig) -> LayerPart:
     """The config's kind of MLP."""
     return config.mlp or DenseMLP()

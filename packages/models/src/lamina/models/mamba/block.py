@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lamina.mesh import derive_seed, mark
 from lamina.mesh.engine import MeshAxis
 from lamina.models.attention.context import AttentionContext
-from lamina.models.base.config import Part, TransformerConfig
+from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.initialise import fill, uniform
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
@@ -291,15 +291,15 @@ class MambaMixer(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2(Part):
+class Mamba2(LayerPart):
     """The mixer that the config's `mamba` describes."""
 
     def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
-        """See `Part.make`."""
+        """See `LayerPart.make`."""
         return MambaMixer(config, mesh)
 
     def parameters(self, config: TransformerConfig) -> int:
-        """See `Part.parameters`."""
+        """See `LayerPart.parameters`."""
         sizes = sizes_of(config)
         heads = sizes.heads(config.hidden_size)
         inner, shared = heads * sizes.head_dim, sizes.groups * sizes.state_size
@@ -307,7 +307,7 @@ class Mamba2(Part):
         return projections + sizes.conv_kernel * (inner + 2 * shared)
 
     def products_per_token(self, config: TransformerConfig, sequence: int) -> float:
-        """See `Part.products_per_token`."""
+        """See `LayerPart.products_per_token`."""
         # The recurrence has two products per element of the state: its update and its output.
         sizes = sizes_of(config)
         return 2.0 * sizes.head_dim * sizes.state_size * sizes.heads(config.hidden_size)
@@ -315,7 +315,7 @@ class Mamba2(Part):
     def huggingface_links(
         self, config: TransformerConfig, ours: str, theirs: str
     ) -> Iterator[WeightLink]:
-        """See `Part.huggingface_links`."""
+        """See `LayerPart.huggingface_links`."""
         sizes = sizes_of(config)
         projections = ("weight", "bias") if sizes.bias else ("weight",)
         kinds = {

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from lamina.models.base.config import Part, TransformerConfig
+from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.layers.mlp import MLP
@@ -93,15 +93,15 @@ class MoELayer(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts(Part):
+class Experts(LayerPart):
     """The experts that the config's `moe` describes."""
 
     def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
-        """See `Part.make`."""
+        """See `LayerPart.make`."""
         return MoELayer(config, mesh)
 
     def parameters(self, config: TransformerConfig) -> int:
-        """See `Part.parameters`; of the experts only those count that a token is sent to."""
+        """See `LayerPart.parameters`; of the experts only those count that a token is sent to."""
         moe = sizes_of(config)
         inner = moe.top_k * (moe.ffn_size or config.ffn_width) + (moe.shared_ffn_size or 0)
         return config.hidden_size * ((3 if config.gated else 2) * inner + moe.num_experts)

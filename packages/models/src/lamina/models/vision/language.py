@@ -17,7 +17,7 @@ from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.splice import Splice, image_positions
 from lamina.models.vision.transformer import Images, Projector, VisionConfig, VisionTransformer
 
-Part = Literal["vision", "projector", "language"]
+LayerPart = Literal["vision", "projector", "language"]
 
 
 class VisionLanguageModel(KeepsRoles):
@@ -87,7 +87,7 @@ class VisionLanguageModel(KeepsRoles):
     def auxiliary_scale(self, scale: float) -> None:
         self.language.auxiliary_scale = scale
 
-    def freeze(self, *parts: Part) -> VisionLanguageModel:
+    def freeze(self, *parts: LayerPart) -> VisionLanguageModel:
         """Freeze these parts, and train all others, including parts that an earlier call froze.
 
         Call this before `fully_shard` and before the optimizer is made. Then frozen parts have
@@ -103,10 +103,10 @@ class VisionLanguageModel(KeepsRoles):
         Raises:
             ValueError: for another part.
         """
-        unknown = sorted(set(parts) - set(get_args(Part)))
+        unknown = sorted(set(parts) - set(get_args(LayerPart)))
         if unknown:
-            raise ValueError(f"parts {unknown} do not exist: take of {get_args(Part)}")
-        for name in get_args(Part):
+            raise ValueError(f"parts {unknown} do not exist: take of {get_args(LayerPart)}")
+        for name in get_args(LayerPart):
             self.get_submodule(name).requires_grad_(name not in parts)
         return self
 

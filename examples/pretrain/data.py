@@ -95,12 +95,14 @@ def find_documents(source: str, pattern: str) -> dict[str, Path]:
     root = Path(source)
     if root.is_file():
         return {root.name: root}
-    found, skipped = root.glob(pattern), set[str]()
+    found: Iterable[Path]
     if source == "stdlib":
         root, pattern, skipped = Path(sysconfig.get_paths()["stdlib"]), "**/*.py", _SKIPPED
         # All that was ever installed lies beneath it too, and need not be listed.
         kept = (path for path in root.iterdir() if path.is_dir() and path.name not in skipped)
         found = chain(root.glob("*.py"), *(path.glob(pattern) for path in kept))
+    else:
+        found, skipped = root.glob(pattern), set()
     paths = [p for p in found if p.is_file() and not skipped & {*p.relative_to(root).parts}]
     if not paths:
         raise FileNotFoundError(

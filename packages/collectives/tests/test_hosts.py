@@ -108,7 +108,7 @@ def on_threads(ranks: int, body: Callable[[SimulatedGroup], torch.Tensor]) -> li
     for run in (1, 8, ranks):
         for begin in range(0, ranks, run):
             rooms[everyone[begin : begin + run]] = Room(run)
-    for place in range(8):
+    for place in range(min(8, ranks)):
         rooms[everyone[place::8]] = Room(len(everyone[place::8]))
     found: list[Any] = [None] * ranks
 

@@ -87,7 +87,7 @@ def test_signature_types_and_help_are_those_of_the_settings(monkeypatch):
         name: (one.annotation, one.default) for name, one in keywords.items()
     }
     for name in keywords:
-        assert f"\n        {name}: " in fully_shard.__doc__, name
+        assert f"\n    {name}: " in fully_shard.__doc__, name
     passed = []
     monkeypatch.setattr(api, "_shard", lambda module, optimizer, settings: passed.append(settings))
     fully_shard(nn.Linear(1, 1), zero_dp_strategy=2, reduce_budget=7)

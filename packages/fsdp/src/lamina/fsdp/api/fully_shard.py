@@ -104,7 +104,7 @@ class _FullyShardModel(Protocol[_P]):
     ) -> ShardedModule: ...
 
 
-_TEXTS = "        settings: the fields of `ShardingSettings`, each by its name."
+_TEXTS = "    settings: the fields of `ShardingSettings`, each by its name."
 """The line of `fully_shard`'s docstring in whose place the fields' texts come."""
 
 
@@ -118,8 +118,10 @@ def _takes(
         keywords = inspect.signature(kind).parameters.values()
         function.__signature__ = inspect.Signature([*own, *keywords])  # type: ignore[attr-defined]
         if function.__doc__ and kind.__doc__:  # `python -OO` has neither
-            texts = kind.__doc__.partition("    Attributes:\n")[2].partition("\n\n    Raises:")[0]
-            function.__doc__ = function.__doc__.replace(_TEXTS, texts)
+            # Docstrings have their indentation in Python 3.11 and 3.12, and none from 3.13 on.
+            given = inspect.cleandoc(kind.__doc__)
+            texts = given.partition("\nAttributes:\n")[2].partition("\n\nRaises:")[0]
+            function.__doc__ = inspect.cleandoc(function.__doc__).replace(_TEXTS, texts)
         return cast("_FullyShard[_P]", translates(_FOREIGN)(function))
 
     return decorate

@@ -114,7 +114,8 @@ def run_file(file: TestFile, place: Path, ranks: int, *, lamina: bool) -> dict[s
         "LAMINA_PEER": "1" if lamina else "",
         "BACKEND": "gloo",
         "WORLD_SIZE": str(ranks),
-        "TEMP_DIR": str(place),
+        "TEMP_DIR": str(place),  # of torch's barriers; its own runner sets another one
+        "LAMINA_PEER_WRAPPED": str(place / "wrapped"),
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "90",
         "OMP_NUM_THREADS": "1",
     }

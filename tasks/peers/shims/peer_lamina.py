@@ -41,7 +41,7 @@ def says_so() -> None:
     """Leave a file named after the running test: it wraps a model in what Lamina has."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[2].rpartition(" ")[0]
     if test:
-        (Path(os.environ["TEMP_DIR"]) / "wrapped" / test).touch()
+        (Path(os.environ["LAMINA_PEER_WRAPPED"]) / test).touch()
 
 
 def fully_shard(module: Any, *, mesh: Any = None, **options: Any) -> Any:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.collectives import Ledger
-from lamina.collectives.move.common_facts import DisagreementError
+from lamina.collectives import DisagreementError, Ledger
 from lamina.ddp import (
     Decision,
     DistributedDataParallel,

@@ -6,12 +6,13 @@ from functools import cached_property
 
 import torch
 
+from lamina.buffers.compat import make_wrapper_subclass
 from lamina.buffers.layout.layout import BufferLayout, Span
 from lamina.buffers.placement import Cut, Partial, Placement, Replicate, Shard, as_placements
 from lamina.buffers.resolve_axes import Axis, MeshLike, resolve_axes
 from lamina.buffers.tensors.sharded_tensor import ShardedTensor
 from lamina.buffers.tensors.span_moves import copy_span
-from lamina.buffers.tensors.span_tensor import SpanCommunicator
+from lamina.buffers.tensors.span_tensor import SpanCommunicator, SpanSpec
 
 
 class FlatBuffer:
@@ -234,6 +235,24 @@ class FlatBuffer:
     def sharded(self) -> dict[str, ShardedTensor]:
         """Every tensor as `as_sharded` gives it."""
         return {name: self.as_sharded(name) for name in self.layout.names()}
+
+    def sharded_at(self, places: Sequence[SpanSpec]) -> list[ShardedTensor]:
+        """What `sharded` gives, by position in the layout, at places that are known. Not checked.
+
+        A step makes them for all gradients that it shows. So there is no call for each.
+        """
+        made: list[ShardedTensor] = []
+        for place, (_, start, stop, offset) in zip(places, self.spans, strict=True):
+            tensor: ShardedTensor = make_wrapper_subclass(
+                ShardedTensor,
+                place.shape,
+                strides=place.strides,
+                dtype=self.dtype,
+                device=self.device,
+            )
+            tensor._local, tensor._spec = self.data[offset : offset + stop - start], place
+            made.append(tensor)
+        return made
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a whole tensor's elements that belong here into the buffer.

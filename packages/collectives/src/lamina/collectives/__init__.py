@@ -19,8 +19,8 @@ from lamina.collectives.call.registration import RegistrationError, register_poo
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.move.all_to_all import all_to_all
 from lamina.collectives.move.buffer_forms import gather, reduce
-from lamina.collectives.move.common_facts import DisagreementError
 from lamina.collectives.move.rings import send_recv
+from lamina.collectives.move.small import DisagreementError
 from lamina.collectives.reduction.reduce import all_reduce_fp32, reduce_scatter_fp32
 
 __all__ = [

@@ -3,27 +3,26 @@
 from lamina.collectives.autograd_regions import REGION_STEPS, DualFunction
 from lamina.collectives.call.collective import Pending, Span, current_stream, purpose
 from lamina.collectives.call.registration import RegisteredPool, registration_problem
+from lamina.collectives.compat import profiling
 from lamina.collectives.move.all_gather import AllGather
-from lamina.collectives.move.common_facts import (
-    Agreement,
-    CommonFacts,
-    Fact,
-    describe,
-    software,
-)
 from lamina.collectives.move.rings import Message, receive_operation, ring, send_operation
 from lamina.collectives.move.shaped import (
+    SpanGroups,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
     start_reduce_scatter,
 )
 from lamina.collectives.move.small import (
+    Agreement,
+    CommonFacts,
+    Fact,
     SmallReduction,
-    SpanGroups,
     all_reduce_small,
     broadcast,
+    describe,
     host_device,
+    software,
 )
 from lamina.collectives.reduction.codec import (
     Cast,
@@ -77,6 +76,7 @@ __all__ = [
     "host_device",
     "kept_bytes",
     "open_window",
+    "profiling",
     "purpose",
     "receive_operation",
     "reduction_class",

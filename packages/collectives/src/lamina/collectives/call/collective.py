@@ -80,24 +80,25 @@ class Span:
         >>> compute.end()
     """
 
-    __slots__ = ("_open",)
+    __slots__ = ("open",)
 
     def __init__(self) -> None:
-        self._open: record_function | None = None
+        self.open: record_function | None = None
+        """What a profile records now."""
 
     def begin(self, what: str, name: str) -> None:
         """Begin it: what is done, and the unit ("" is the root). The one before ends."""
-        if self._open is not None:
+        if self.open is not None:
             self.end()
         if profiling():
-            self._open = record_function(f"{what} {name or 'the root'}")
-            self._open.__enter__()  # type: ignore[no-untyped-call]
+            self.open = record_function(f"{what} {name or 'the root'}")
+            self.open.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """End it, if it has begun."""
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
+        if self.open is not None:
+            self.open.__exit__(None, None, None)
+            self.open = None
 
 
 Recorder: TypeAlias = Callable[[Call], None]
@@ -381,6 +382,8 @@ class Collective:
 
     overlap_hint = ""
     """What overlap of the two is allowed, for the message that refuses another one."""
+    _in_place: int | None = None
+    """How many bytes after the output the input begins where it may share memory with it."""
     _transfer: Callable[[torch.Tensor, torch.Tensor], Completion]
     """Posts the messages from input to output and returns what is left to do."""
 
@@ -400,10 +403,6 @@ class Collective:
     def group(self) -> ProcessGroup | None:
         """The ranks, or None for a group of one; RuntimeError if the group is destroyed."""
         return live_group(self._lane.ref)
-
-    def _may_overlap(self, output: torch.Tensor, input: torch.Tensor) -> bool:
-        """Whether two tensors that share memory do so in the one way that is allowed."""
-        raise NotImplementedError
 
     def _leaving(self, near: Sequence[int]) -> int:
         """Bytes that this rank sends to other ranks than `near`, those of this host."""
@@ -429,7 +428,7 @@ class Collective:
             )
         first, second = output.data_ptr(), input.data_ptr()
         apart = second >= first + output.nbytes or first >= second + input.nbytes
-        if not apart and not (in_place and self._may_overlap(output, input)):
+        if not apart and not (in_place and second - first == self._in_place):
             named = ("output", output), ("input", input)
             require_disjoint(self.op, self.group, *named, unless=self.overlap_hint)
 

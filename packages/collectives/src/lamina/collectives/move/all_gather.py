@@ -35,15 +35,12 @@ class AllGather(Collective):
                 f"of {piece} need {self.size * piece}"
             )
         self._sent = (self.size - 1) * input.nbytes
-        self._own = self.rank * input.nbytes
+        self._in_place = self.rank * input.nbytes
         route = route_for(group, piece, total, self.device)
         self._transfer, self._nbytes, self._run = route.gather, input.nbytes, route.run
 
     def _leaving(self, near: Sequence[int]) -> int:
         return self._nbytes * (self.size - len(near)) // self._run
-
-    def _may_overlap(self, output: torch.Tensor, input: torch.Tensor) -> bool:
-        return input.data_ptr() == output.data_ptr() + self._own
 
 
 def all_gather_into(

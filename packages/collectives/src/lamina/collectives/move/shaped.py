@@ -9,7 +9,9 @@ torch.compile breaks the graph at each of them, once, and looks no further: `one
 longer than importing the rest of torch.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch.distributed import ProcessGroup
@@ -19,9 +21,11 @@ from lamina.collectives.call.collective import Pending
 from lamina.collectives.compat import one_graph_break
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.move.all_to_all import all_to_all, row_splits
+from lamina.collectives.move.small import all_reduce_small
 from lamina.collectives.reduction.reduce import ReductionName, reduction_class
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.lanes import lane_of
+from lamina.mesh.engine import group_ref, live_group
 
 
 @one_graph_break
@@ -154,3 +158,48 @@ def dimension(what: str, tensor: torch.Tensor, dim: int) -> int:
             f"({tensor.dim()} dimensions)"
         )
     return dim % tensor.dim()
+
+
+class SpanGroups:
+    """The ranks of the product of some axes: how a `ShardedTensor` reaches its other spans.
+
+    It meets `lamina.buffers.engine.SpanCommunicator`.
+
+    There is one process group per axis that cuts the tensor, outer axis first; None is an axis of
+    one rank.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup | None]) -> None:
+        self._refs = tuple(group_ref(group) for group in groups)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether two communicators reach the same ranks over the same groups."""
+        return isinstance(other, SpanGroups) and self._refs == other._refs
+
+    def __hash__(self) -> int:
+        return hash(self._refs)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(lane_of(live_group(ref)).size for ref in self._refs)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max", "min"]) -> torch.Tensor:
+        """Reduce a small tensor in place, inner axis first; integers and float64 as such."""
+        for ref in reversed(self._refs):
+            all_reduce_small([tensor], live_group(ref), op=op)
+        return tensor
+
+    def all_gather(self, local: torch.Tensor, numels: Sequence[int]) -> torch.Tensor:
+        """Concatenate the ranks' flat tensors, of `numels[rank]` elements, in rank order.
+
+        Pieces travel padded to the longest, so that one equal-sized gather per axis serves.
+        """
+        width = max(numels)
+        piece = torch.zeros(width, dtype=local.dtype, device=local.device)
+        piece[: local.numel()].copy_(local.detach())
+        # The inner axis first: the outer one concatenates what it has gathered.
+        for ref in reversed(self._refs):
+            piece = start_all_gather(piece, live_group(ref), async_op=False).wait()
+        rows = piece.view(len(numels), width)
+        return torch.cat([row[:numel] for row, numel in zip(rows, numels, strict=True)])

@@ -119,6 +119,8 @@ class Reduction(Collective):
                 f"the wire dtype {input.dtype}"
             )
         self._require_sizes(output.numel(), input.numel())
+        if output.dtype == input.dtype:
+            self._in_place = -self.rank * output.nbytes if scatter else 0
         self._numel = input.numel()
         self._piece = output.numel() if scatter else -(-self._numel // self.size)
         self._gathered = 0  # sums that this rank sends to others, in the dtype of the output
@@ -140,10 +142,6 @@ class Reduction(Collective):
                 f"{self.op} {where(self.group)}: `output` has {output} elements and `input` "
                 f"{input}; they must be equal"
             )
-
-    def _may_overlap(self, output: torch.Tensor, input: torch.Tensor) -> bool:
-        first = self.rank * output.nbytes if self.scatter else 0
-        return output.dtype == input.dtype and output.data_ptr() == input.data_ptr() + first
 
     @abstractmethod
     def _ready(self, task: Sum) -> Callable[[], Completion]:

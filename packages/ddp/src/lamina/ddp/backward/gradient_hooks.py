@@ -30,7 +30,7 @@ Note [Streams of leaves]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +135,7 @@ class GradientSink:
 
 
 class BackwardStream:
-    """The stream on which gradients are taken, see Note [Streams of leaves]; none on a CPU."""
+    """The stream on which gradients are taken, see Note [Streams of leaves]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -308,22 +308,10 @@ class _WholeInGraph(_InGraph, nn.Parameter):
         return made
 
 
-_IN_GRAPH: dict[type, type] = {ShardedTensor: _CutInGraph, nn.Parameter: _WholeInGraph}
-_AT_REST = {inside: outside for outside, inside in _IN_GRAPH.items()}
-
-
-def await_backward(groups: Iterable[ParameterGroup], waits: bool) -> bool:
-    """Say whether a graph waits for its backward, so that `torch.autograd.grad` finds its leaves.
-
-    Modules hold main parameters of `groups` outside of forwards. `waits`, which comes back, says
-    whether there is such a graph.
-    """
-    classes = _IN_GRAPH if waits else _AT_REST
-    for group in groups:
-        if group.mains_are_separate:
-            for main in group.main_parameters:
-                main.__class__ = classes.get(type(main), type(main))
-    return waits
+IN_GRAPH: dict[type, type] = {ShardedTensor: _CutInGraph, nn.Parameter: _WholeInGraph}
+"""Of each class of main parameters, that which it has while a graph waits for its backward."""
+AT_REST = {inside: outside for outside, inside in IN_GRAPH.items()}
+"""Of each of those, the class that it has otherwise."""
 
 
 def _backward_to_leaves(

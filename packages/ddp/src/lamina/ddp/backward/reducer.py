@@ -19,7 +19,7 @@ import torch
 from lamina.buffers import ShardedTensor
 from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives import Handle
-from lamina.collectives.engine import purpose
+from lamina.collectives.engine import current_stream, purpose
 from lamina.ddp.backward.agreement import GradientChecks, Settlement
 from lamina.ddp.backward.gradient_hooks import (
     NO_STREAM,
@@ -53,6 +53,9 @@ class ReducerPhase(Enum):
     """Between `start` and `finish`: buffers are on their way, and nothing may write to them."""
 
 
+BACKWARD = ReducerPhase.BACKWARD
+
+
 class BackwardListener(Protocol):
     """What a wrapper does at the two ends of a backward, beside the reductions."""
 
@@ -82,8 +85,8 @@ class ReductionQueue:
     """Reductions in one order on all ranks, and those of them that are under way.
 
     The arguments are those of `GradientReducer`. Reductions are a part of backwards that run on
-    `stream`. `started` is called with a group before its reduction begins, and `done` when users'
-    hooks are to see its final gradients.
+    `stream`, which is None on a device without streams. `started` is called with a group before its
+    reduction begins, and `done` when users' hooks are to see its final gradients.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class ReductionQueue:
         max_in_flight: int,
         max_bytes_in_flight: int | None,
         max_bytes_held: int | None,
-        stream: BackwardStream,
+        stream: BackwardStream | None,
         started: Callable[[ParameterGroup], None] | None,
         done: Callable[[int], None],
     ) -> None:
@@ -196,7 +199,8 @@ class ReductionQueue:
         while len(self._in_flight) > leave:
             # On another stream than the backward's a wait would not order what the buffer is for.
             oldest = self._in_flight[0].number
-            if not (self._stream.is_current and self._gradients[oldest].ends_alone):
+            elsewhere = self._stream is not None and not self._stream.is_current
+            if elsewhere or not self._gradients[oldest].ends_alone:
                 return
             self.drain(len(self._in_flight) - 1)
 
@@ -315,7 +319,9 @@ class GradientReducer:
         checks = GradientChecks(check_finite, largest) if checked else None
         self._settlement = Settlement(self.groups, scratch, checks)
         self._hooks = _HookCalls(self.groups)
-        self._stream = BackwardStream(groups[0].device if groups else torch.device("cpu"))
+        device = groups[0].device if groups else torch.device("cpu")
+        has_streams = current_stream(device) is not None
+        self._stream = BackwardStream(device) if has_streams else None
         self._queue = ReductionQueue(
             self.groups,
             order=order,
@@ -328,7 +334,8 @@ class GradientReducer:
             done=self._hooks.call,
         )
         self._listener: Callable[[], BackwardListener | None] = lambda: None
-        self._phase = ReducerPhase.IDLE
+        self.phase = ReducerPhase.IDLE
+        """What it is doing. In `BACKWARD` one runs, or has raised and nobody has noticed yet."""
         self._is_waiting = False  # a last reduction is still to come; the same on all ranks
         self._end = BackwardEnd()
         hooks = [partial(self._hook, number) for number in range(len(self.groups))]
@@ -400,21 +407,17 @@ class GradientReducer:
                 "late gradients belong to none: use a schedule that does not split backward "
                 "(1f1b, interleaved_1f1b), or reproducible=False"
             )
-        self._phase = ReducerPhase.LATE
+        self.phase = ReducerPhase.LATE
         try:
             with self.no_sync():
                 yield
         finally:
-            self._phase = ReducerPhase.IDLE
+            self.phase = ReducerPhase.IDLE
+        """What it is doing. In `BACKWARD` one runs, or has raised and nobody has noticed yet."""
         self._is_waiting = True
         self._show(final=False)
 
     # -- a backward ---------------------------------------------------------------------------
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward runs, or has raised and nobody has noticed yet."""
-        return self._phase is ReducerPhase.BACKWARD
 
     def begin_backward(self) -> None:
         """A gradient has reached the wrapper: begin a backward, unless this one has begun.
@@ -424,17 +427,18 @@ class GradientReducer:
         RuntimeError: between `start` and `finish`, and after a backward that raised over gradients
         of earlier microbatches.
         """
-        if self._phase is ReducerPhase.BACKWARD:
+        if self.phase is BACKWARD:
             if self._end.queued() is not None:
                 return  # this one has begun: see Note [Who ends a backward]
             self.abandon_backward()  # another one raised, and this one's forward is old
-        if self._phase is ReducerPhase.SYNCING:
+        if self.phase is ReducerPhase.SYNCING:
             raise RuntimeError(
                 "a backward began between start_grad_sync() and finish_grad_sync(): gradients are "
                 "on their way from the buffers it would write to; call finish_grad_sync() first"
             )
         # The engine may refuse it, so nothing of the last backward is forgotten before.
-        self._stream.begin()
+        if self._stream is not None:
+            self._stream.begin()
         if (listener := self._listener()) is not None:
             listener.backward_begins()
         for arrived in self._arrived or ():
@@ -452,7 +456,7 @@ class GradientReducer:
                 gradients.mark_zeroed()
             gradients.local.begin_backward(last)
         # Last of all: whatever raised above has begun no backward.
-        self._phase = ReducerPhase.BACKWARD
+        self.phase = BACKWARD
         self._end.queue(self._end_backward)
 
     def _hook(self, number: int, index: int) -> LeafHook:
@@ -477,10 +481,10 @@ class GradientReducer:
         if (self := reducer()) is None:
             return None  # the wrapper is gone: gradients go to `.grad`
         # Of a parameter that the loss reads beside all outputs (a penalty), this comes first.
-        if self._phase is not ReducerPhase.BACKWARD or self._end.queued() is None:
+        if self.phase is not BACKWARD or self._end.queued() is None:
             self._begin_by(number)
         group, local, gradient = self.groups[number], self._gradients[number].local, gradients[0]
-        with NO_STREAM if self._stream.stream is None else self._stream.entered(gradient):
+        with NO_STREAM if self._stream is None else self._stream.entered(gradient):
             # That of a whole parameter is added where it is sent from, and summed over ranks. That
             # of this rank's span is the mean of all ranks' gradients there, and is kept beside.
             if isinstance(gradient, ShardedTensor):
@@ -508,9 +512,9 @@ class GradientReducer:
 
         Refused where a layer has written its gradient to the bucket already.
         """
-        if self._phase is ReducerPhase.LATE:
+        if self.phase is ReducerPhase.LATE:
             return
-        idle = self._phase is ReducerPhase.IDLE
+        idle = self.phase is ReducerPhase.IDLE
         if idle and any(gradients.local.by_layers for gradients in self._gradients):
             raise RuntimeError(
                 f"a gradient came to {self.groups[number].refs[0].name} or its neighbours before "
@@ -522,12 +526,12 @@ class GradientReducer:
     def abandon_if_raised(self) -> None:
         """Drop what a backward has left that raised; one that runs, in any thread, goes on."""
         ended = self._end.queued() is None  # see Note [Who ends a backward]
-        if self._phase is ReducerPhase.BACKWARD and ended:
+        if self.phase is BACKWARD and ended:
             self.abandon_backward()
 
     def abandon_backward(self) -> None:
         """A backward died half-way: drop what it left, unless that is mixed with earlier ones'."""
-        self._phase = ReducerPhase.IDLE
+        self.phase = ReducerPhase.IDLE
         self._queue.abandon()
         self._settlement.forget()
         for gradients in self._gradients:
@@ -538,7 +542,7 @@ class GradientReducer:
     def _end_backward(self) -> None:
         """Reduce what is left, wait for all, and show the gradients to the optimizer."""
         listener, raised = self._listener(), True
-        with NO_STREAM if self._stream.stream is None else self._stream.entered(None):
+        with NO_STREAM if self._stream is None else self._stream.entered(None):
             try:
                 # Units that autograd has not left yet are complete now, so all groups close.
                 if listener is not None:
@@ -549,10 +553,10 @@ class GradientReducer:
                 self._settle()
                 raised = False
             finally:
-                self._phase = ReducerPhase.IDLE
+                self.phase = ReducerPhase.IDLE
                 if listener is not None:
                     listener.backward_is_over(raised=raised)
-        if self._stream.stream is not None:
+        if self._stream is not None:
             self._stream.end()
 
     def _reduce_what_is_left(self) -> None:
@@ -594,11 +598,11 @@ class GradientReducer:
 
     def start(self) -> None:
         """Issue the last reduction of gradients that `no_sync` left unfinished, without waiting."""
-        if not self._is_waiting or self._phase is ReducerPhase.SYNCING:
+        if not self._is_waiting or self.phase is ReducerPhase.SYNCING:
             return
         for group in self.groups:
             group.shown.follow_user()
-        self._phase = ReducerPhase.SYNCING
+        self.phase = ReducerPhase.SYNCING
         with self._expecting(True):
             self._queue.open()
             for number in range(len(self.groups)):
@@ -607,16 +611,16 @@ class GradientReducer:
     def finish(self) -> None:
         """Finish what `start` issues, and show the gradients; nothing where all are final."""
         self.start()
-        if self._phase is not ReducerPhase.SYNCING:
+        if self.phase is not ReducerPhase.SYNCING:
             return
-        self._phase = ReducerPhase.IDLE
+        self.phase = ReducerPhase.IDLE
         with self._expecting(True):
             self._queue.drain(0)
             self._settle()
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients, whether they are summed over ranks or not."""
-        if self._phase is ReducerPhase.SYNCING:
+        if self.phase is ReducerPhase.SYNCING:
             self.finish()
         for group, gradients in zip(self.groups, self._gradients, strict=True):
             group.shown.follow_user()

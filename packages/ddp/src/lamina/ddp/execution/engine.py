@@ -25,15 +25,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from lamina.buffers import StaleStorageError
-from lamina.collectives.engine import current_stream
-from lamina.ddp.backward.gradient_hooks import await_backward
-from lamina.ddp.backward.reducer import GradientReducer
+from lamina.collectives.engine import current_stream, profiling
+from lamina.ddp.backward.gradient_hooks import AT_REST, IN_GRAPH
+from lamina.ddp.backward.reducer import BACKWARD, GradientReducer
 from lamina.ddp.compat import current_graph_task_id, graph_is_kept
 from lamina.ddp.execution.module_buffers import ModuleBuffers
 from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
@@ -235,21 +236,26 @@ class _Graphs:
     place; see Note [autograd.grad of main parameters] in `lamina.ddp.backward.gradient_hooks`.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Iterable[ParameterGroup]) -> None:
+        # Those that modules hold outside of forwards, where a user's code may name them.
+        apart = [group.main_parameters for group in groups if group.mains_are_separate]
+        self._mains = list(chain.from_iterable(apart))
         self.kept = False
         """Whether the newest backward keeps its graph: another may come to the same storage."""
         self._waits = False
         self._kept_ones = weakref.WeakSet[PendingBackward]()
 
-    def wait(self) -> None:
-        """A forward of training has ended."""
-        self._waits = await_backward(self._groups, True)
+    def wait(self, waits: bool = True) -> None:
+        """A forward of training has ended: main parameters find their leaves in its graph."""
+        classes = IN_GRAPH if waits else AT_REST
+        for main in self._mains:
+            main.__class__ = classes.get(type(main), type(main))
+        self._waits = waits
 
     def begin(self) -> None:
         """A forward or a backward of the model begins."""
         if self._waits:
-            self._waits = await_backward(self._groups, False)
+            self.wait(False)
 
     def begin_backward(self) -> None:
         """A backward begins, and says whether it keeps its graph."""
@@ -299,6 +305,8 @@ class Engine:
     ) -> None:
         self.units = tuple(units)
         self.root = self.units[0]
+        self.groups = tuple(group for unit in self.units for group in unit.groups)
+        """All groups of all units, frozen ones included."""
         self.reducer = reducer
         self.prefetcher = prefetcher
         self.slots = slots
@@ -308,7 +316,7 @@ class Engine:
             engine = weakref.ref(self)  # the engine holds its units, and not the other way round
             for unit in self.units:
                 unit.tell_before_gathers(functools.partial(_before_gather, engine))
-        self._graphs = _Graphs([group for group in self.groups if group.requires_grad])
+        self._graphs = _Graphs(group for group in self.groups if group.requires_grad)
         self._swapped = [g for g in self.groups if g.mains_are_separate and g.writes.addresses]
         self._device = next((g.device for g in self.groups), torch.device("cpu"))
         self._computing: list[Unit] = []
@@ -316,12 +324,6 @@ class Engine:
         self._ran_backward: list[Unit] = []
         self._recomputed: Unit | None = None
         self._all_whole = False
-
-    @property
-    def groups(self) -> Iterator[ParameterGroup]:
-        """All groups of all units, frozen ones included."""
-        for unit in self.units:
-            yield from unit.groups
 
     def gathered_again(self) -> list[ParameterGroup]:
         """Groups that are released after their forward, so that a backward gathers them again."""
@@ -343,7 +345,7 @@ class Engine:
         RuntimeError: it holds parameters that it did not hold when it was wrapped.
         """
         guards = self.guards
-        if self.reducer.in_backward:
+        if self.reducer.phase is BACKWARD:
             return
         if guards.look is not None and torch.is_grad_enabled():
             guards.look(root)
@@ -353,7 +355,7 @@ class Engine:
     @property
     def computes(self) -> bool:
         """Whether a forward of the root, or a backward, is going on: units are called by it."""
-        return self.reducer.in_backward or self.root in self._computing
+        return self.reducer.phase is BACKWARD or self.root in self._computing
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -362,11 +364,12 @@ class Engine:
         reducer, prefetcher = self.reducer, self.prefetcher
         reducer.abandon_if_raised()
         self._computing.append(unit)
-        if reducer.in_backward:
+        if reducer.phase is BACKWARD:
             # Recomputation: the backward that runs has gathered what it needs ahead of this.
             self._start(unit)
             unit.finish_unshard()
-            unit.forward.begin("forward again of", unit.name)
+            if profiling():
+                unit.forward.begin("forward again of", unit.name)
             return
         if unit is self.root:
             self._begin_forward()
@@ -390,7 +393,8 @@ class Engine:
         # From here on autograd saves views of the weights, which backward has to find again.
         if training and self.slots is not None:
             self.slots.save_epochs(unit)
-        unit.forward.begin("forward of", unit.name)
+        if profiling():
+            unit.forward.begin("forward of", unit.name)
 
     def _refuse_other_stream(self, unit: Unit) -> None:
         if current_stream(self._device) != self._stream:
@@ -423,10 +427,11 @@ class Engine:
 
     def after_forward(self, unit: Unit, member: int = 0) -> None:
         """A unit's module has run: release it, unless backward or others of its own need it."""
-        unit.forward.end()
+        if unit.forward.open is not None:
+            unit.forward.end()
         if unit in self._computing:
             self._computing.remove(unit)
-        if self.reducer.in_backward:
+        if self.reducer.phase is BACKWARD:
             self._after_recomputation(unit)
             return
         training = torch.is_grad_enabled()
@@ -505,7 +510,7 @@ class Engine:
         """Gradients of the unit's inputs are there, so those of its parameters are complete."""
         pending.came_back()
         self._graphs.came_back(pending)
-        if not self.reducer.in_backward or unit.calls.expects_more:
+        if self.reducer.phase is not BACKWARD or unit.calls.expects_more:
             return  # another forward of this unit is still to come back; or the end closes it
         # Weights go before the reduction takes memory. The root's stay: whatever is left of the
         # graph may read them.
@@ -592,7 +597,7 @@ class Engine:
                 )
             return
         self.reducer.abandon_if_raised()
-        if self.reducer.in_backward:
+        if self.reducer.phase is BACKWARD:
             raise RuntimeError(
                 "state_dict() or load_state_dict() while a backward runs (in this or another "
                 "thread), which computes with the whole weights: call it between two steps"
@@ -621,6 +626,6 @@ def _before_gather(reference: weakref.ref[Engine], unit: Unit) -> None:
     """With `check_order`: whether all ranks gather this unit now."""
     engine = reference()
     if engine is not None and engine.guards.order is not None:
-        backward = engine.reducer.in_backward
+        backward = engine.reducer.phase is BACKWARD
         ran = engine._ran_backward if backward else engine.prefetcher.ran
         engine.guards.order.gather(unit, ran, backward=backward)

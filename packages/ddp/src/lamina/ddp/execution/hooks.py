@@ -34,6 +34,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lamina.ddp.backward.reducer import BACKWARD
 from lamina.ddp.compat import function_transform
 from lamina.ddp.execution.engine import Engine
 from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
@@ -161,7 +162,7 @@ class UnitHooks:
             engine, unit, self.member, output, self._loans[-1]
         )
         # Each of several modules has a backward to wait for, unless it only runs again.
-        if marked and unit.calls.members > 1 and not engine.reducer.in_backward:
+        if marked and unit.calls.members > 1 and engine.reducer.phase is not BACKWARD:
             unit.calls.expect_member(self.member)
         if unit.dress is not None:
             unit.dress.hide()

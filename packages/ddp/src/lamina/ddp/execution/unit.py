@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from lamina.collectives.engine import Span
+from lamina.collectives.engine import Span, profiling
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.group.weights import COMING, IN_USE, LIVE, Weights
 
@@ -255,13 +255,14 @@ class Unit:
         """A gradient has reached an output: whether the unit's backward begins with it."""
         # Every output announces its gradient, and a unit that was called twice comes here twice.
         begins, self.in_backward = not self.in_backward, True
-        if begins:
+        if begins and profiling():
             self._backward.begin("backward of", self.name)
         return begins
 
     def leave_backward(self, *, release: bool = True) -> None:
         """The unit's gradients are complete, or the backward is over: give the weights back."""
-        self._backward.end()
+        if self._backward.open is not None:
+            self._backward.end()
         # Whoever makes room for another unit may take this one's weights from now on.
         self.in_backward = False
         if release:

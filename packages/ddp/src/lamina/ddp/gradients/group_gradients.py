@@ -29,9 +29,13 @@ from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives import Handle
 from lamina.collectives.engine import GradientCodec, Reduction
 from lamina.ddp.gradients.states import (
-    BackwardEvent,
+    COMPLETED,
+    FINAL,
+    FINALIZED,
+    SET_ASIDE,
+    SUMMED,
+    ZEROED,
     BackwardPhase,
-    GradientEvent,
     GradientState,
 )
 from lamina.ddp.parameters.axes import DataParallelAxes
@@ -227,22 +231,22 @@ class LocalGradients:
         """A backward begins; `last` is whether it is the step's last one."""
         self.by_layers.clear()
         self._is_last = last
-        alone = self._group.is_empty
-        self.phase = self.phase.after(BackwardEvent.BEGAN if alone else BackwardEvent.BEGAN_BESIDE)
+        self.phase = BackwardPhase.ALONE if self._group.is_empty else BackwardPhase.BESIDE
 
     def end_backward(self) -> None:
         """It has ended, and all that it brought is where it belongs."""
         if self._of_spans:
             self._add_spans()
         self.by_layers.clear()
-        self.phase = self.phase.after(BackwardEvent.CLEARED)
+        self.phase = BackwardPhase.IDLE
 
     def abandon_backward(self) -> None:
         """It has raised: forget what it brought, unless that is mixed with what was held before."""
         self._of_spans.clear()
         if self.phase in (BackwardPhase.IDLE, BackwardPhase.ALONE):
             self.close()
-        self.phase = self.phase.after(BackwardEvent.RAISED)
+        if self.phase is not BackwardPhase.MIXED:
+            self.phase = BackwardPhase.IDLE
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add one parameter's gradient, as autograd produced it (one read, one write)."""
@@ -290,7 +294,7 @@ class LocalGradients:
     def _mix(self) -> None:
         """The backward at hand adds to the group; see the Note in `lamina.ddp.gradients.states`."""
         if self.phase is BackwardPhase.BESIDE:
-            self.phase = self.phase.after(BackwardEvent.ADDED)
+            self.phase = BackwardPhase.MIXED
 
     # -- layers that write their gradients themselves -----------------------------------------
 
@@ -392,7 +396,7 @@ class LocalGradients:
     def discard(self) -> None:
         """Forget all gradients, and whatever a backward that raised has left among them."""
         self.close()
-        self.phase = self.phase.after(BackwardEvent.CLEARED)
+        self.phase = BackwardPhase.IDLE
 
     def close(self) -> None:
         """Forget the gradients, and give the buffer back."""
@@ -485,7 +489,7 @@ class GroupGradients:
     def _main_holds_sums(self) -> bool:
         """Whether main grads hold gradients, final or not yet."""
         sums = self.state is GradientState.PARTIAL and self.rank_sum.sums_in_main
-        return sums or self.state.is_final
+        return sums or self.state in FINAL
 
     @property
     def squares(self) -> Squares | None:
@@ -494,7 +498,7 @@ class GroupGradients:
         Reductions look for it from the first time that somebody asks.
         """
         self._finds_squares = True
-        return self._squares if self.state.is_final else None
+        return self._squares if self.state in FINAL else None
 
     def forget_squares(self) -> None:
         """Somebody has changed main grads since their reduction."""
@@ -538,7 +542,7 @@ class GroupGradients:
         self.local.discard()
         self.rank_sum.forget()
         self._set_aside = None
-        self.state = self.state.after(GradientEvent.DROPPED)
+        self.state = GradientState.EMPTY
         self.produced_gradient = [False] * len(self.produced_gradient)
 
     def drop(self, index: int) -> None:
@@ -550,7 +554,7 @@ class GroupGradients:
 
     def mark_zeroed(self) -> None:
         """Final main grads are zeros: whatever was final of them may be made final again."""
-        self.state = self.state.after(GradientEvent.ZEROED)
+        self.state = ZEROED[self.state]
 
     def zero_if_empty(self) -> None:
         """Make main grads zeros where nothing was reduced: somebody is about to add to them."""
@@ -560,7 +564,7 @@ class GroupGradients:
 
     def mark_finalized(self) -> None:
         """`finalize_grads` has been over what main grads hold."""
-        self.state = self.state.after(GradientEvent.FINALIZED)
+        self.state = FINALIZED[self.state]
 
     def mark_produced(self, flags: Sequence[bool]) -> None:
         """Say for each parameter whether it has a gradient."""
@@ -609,11 +613,11 @@ class GroupGradients:
         # Final main grads are not reduced again. A sum that can add to them as it is stored does
         # so, unless the user's hook is to see what this reduction has brought, and nothing else.
         adds = final and self.rank_sum.adds_to_final and self._on_final is None
-        if self.state.is_final and not adds:
+        if self.state in FINAL and not adds:
             self._set_aside = (self.state, self.main.data.clone())
-            self.state = self.state.after(GradientEvent.SET_ASIDE)
-        before, event = self.state, GradientEvent.COMPLETED if final else GradientEvent.SUMMED
-        self.state = before.after(event)
+            self.state = SET_ASIDE[self.state]
+        before = self.state
+        self.state = (COMPLETED if final else SUMMED)[before]
         wire = local
         if local.dtype != self.dtypes.wire:
             wire = self.rank_sum.scratch.take(local.numel(), self.dtypes.wire, local.device)

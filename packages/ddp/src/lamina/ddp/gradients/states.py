@@ -1,7 +1,9 @@
 """What a group's gradients are at a time, and what may happen to them next.
 
 There are two questions, and a state machine answers each. `GradientState` says what main grads
-hold. `BackwardPhase` says what would be lost if the backward that runs now raised.
+hold. `BackwardPhase` says what would be lost if the backward that runs now raised. What happens to
+main grads is a table in capitals: for each state before, the state after. What cannot happen in a
+state (a bug) is a KeyError.
 
 Note [What a backward that raises leaves behind]
     A backward may raise half-way, and the user may catch the exception and go on. Gradients that
@@ -29,43 +31,33 @@ class GradientState(Enum):
     FINALIZED = auto()
     """The same, after `finalize_grads`: what is no data-parallel sum is done as well."""
 
-    @property
-    def is_final(self) -> bool:
-        """Whether an optimizer may read them."""
-        return self is GradientState.FINAL or self is GradientState.FINALIZED
-
-    def after(self, event: GradientEvent) -> GradientState:
-        """The state that follows. Raises KeyError for an event that cannot happen (a bug)."""
-        return _STATES[event][self]
+    __hash__ = object.__hash__  # by identity: Enum's own is a Python call for each look-up
 
 
-class GradientEvent(Enum):
-    """What changes main grads."""
-
-    SUMMED = auto()  # a microbatch was summed over ranks, and it is not the step's last
-    COMPLETED = auto()  # the step's last reduction
-    SET_ASIDE = auto()  # final ones are kept elsewhere until a further backward is summed
-    ZEROED = auto()  # made zeros, by the user or because somebody is about to add to them
-    FINALIZED = auto()  # `finalize_grads` has been over them
-    DROPPED = auto()  # by the user
-
-
-_EMPTY, _PARTIAL = GradientState.EMPTY, GradientState.PARTIAL
-_FINAL, _FINALIZED = GradientState.FINAL, GradientState.FINALIZED
-_STATES = {
-    GradientEvent.SUMMED: {_EMPTY: _PARTIAL, _PARTIAL: _PARTIAL},
-    # What a further backward adds to a finalized gradient makes it no less so: the sum over tp
-    # or stages is in it, and must not be made again.
-    GradientEvent.COMPLETED: dict.fromkeys(GradientState, _FINAL) | {_FINALIZED: _FINALIZED},
-    GradientEvent.SET_ASIDE: {_FINAL: _EMPTY, _FINALIZED: _EMPTY},
-    GradientEvent.ZEROED: {_EMPTY: _FINAL, _FINAL: _FINAL, _FINALIZED: _FINAL},
-    GradientEvent.FINALIZED: {s: s for s in GradientState} | {_FINAL: _FINALIZED},
-    GradientEvent.DROPPED: dict.fromkeys(GradientState, _EMPTY),
-}
+_EMPTY, _PARTIAL, _FINAL, _FINALIZED = GradientState
+FINAL = frozenset({_FINAL, _FINALIZED})
+"""An optimizer may read them."""
+SUMMED = {_EMPTY: _PARTIAL, _PARTIAL: _PARTIAL}
+"""A microbatch was summed over ranks, and it is not the step's last."""
+# What a further backward adds to a finalized gradient makes it no less so: the sum over tp or
+# stages is in it, and must not be made again.
+COMPLETED = dict.fromkeys(GradientState, _FINAL) | {_FINALIZED: _FINALIZED}
+"""The step's last reduction has begun."""
+SET_ASIDE = {_FINAL: _EMPTY, _FINALIZED: _EMPTY}
+"""Final ones are kept elsewhere until a further backward is summed."""
+ZEROED = {_EMPTY: _FINAL, _FINAL: _FINAL, _FINALIZED: _FINAL}
+"""They were made zeros, by the user or because somebody is about to add to them."""
+FINALIZED = {state: state for state in GradientState} | {_FINAL: _FINALIZED}
+"""`finalize_grads` has been over them."""
 
 
 class BackwardPhase(Enum):
-    """What a backward that raises now would spoil (see the Note above)."""
+    """What a backward that raises now would spoil (see the Note above).
+
+    A backward begins ALONE or BESIDE what is held, and its first gradient makes BESIDE MIXED. Its
+    end leads to IDLE, and so does one that raises, unless it is MIXED: that stays until the user
+    has dropped all gradients.
+    """
 
     IDLE = auto()
     """No backward runs."""
@@ -75,27 +67,3 @@ class BackwardPhase(Enum):
     """One runs, and has added nothing yet to gradients that were held before it."""
     MIXED = auto()
     """One runs, or has raised, and what it brought cannot be told from what was held before it."""
-
-    def after(self, event: BackwardEvent) -> BackwardPhase:
-        """The phase that follows."""
-        return _PHASES[event][self]
-
-
-class BackwardEvent(Enum):
-    """What a backward does to the gradients of one group."""
-
-    BEGAN = auto()  # and nothing was held
-    BEGAN_BESIDE = auto()  # and gradients were held
-    ADDED = auto()  # it has brought a gradient; `late_gradients` does so while none runs
-    RAISED = auto()
-    CLEARED = auto()  # it has ended, or the user has dropped all gradients
-
-
-_IDLE, _MIXED = BackwardPhase.IDLE, BackwardPhase.MIXED
-_PHASES = {
-    BackwardEvent.BEGAN: dict.fromkeys(BackwardPhase, BackwardPhase.ALONE),
-    BackwardEvent.BEGAN_BESIDE: dict.fromkeys(BackwardPhase, BackwardPhase.BESIDE),
-    BackwardEvent.ADDED: {p: p for p in BackwardPhase} | {BackwardPhase.BESIDE: _MIXED},
-    BackwardEvent.RAISED: dict.fromkeys(BackwardPhase, _IDLE) | {_MIXED: _MIXED},
-    BackwardEvent.CLEARED: dict.fromkeys(BackwardPhase, _IDLE),
-}

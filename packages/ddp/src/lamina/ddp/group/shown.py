@@ -27,7 +27,7 @@ from lamina.buffers import FlatBuffer, ShardedTensor
 from lamina.buffers.engine import SpanSpec
 from lamina.collectives.engine import SpanGroups
 from lamina.ddp.gradients.group_gradients import GroupGradients, Squares
-from lamina.ddp.gradients.states import GradientState
+from lamina.ddp.gradients.states import FINAL, GradientState
 from lamina.ddp.group.weights import shares_storage
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.parameters import ParameterRef
@@ -84,6 +84,12 @@ class MainParameters:
         if self._specs:
             return ShardedTensor.from_spec(flat[start:stop], self._specs[index])
         return flat[start:stop].view(self.buffer.layout.specs[index].shape)
+
+    def views(self, other: FlatBuffer) -> list[torch.Tensor]:
+        """`view` of all parameters, of a buffer that holds the same elements."""
+        if self._specs:
+            return list(other.sharded_at(self._specs))
+        return [self.view(other.data, index) for index in range(len(self.spans))]
 
     def part_of(self, other: FlatBuffer) -> FlatBuffer:
         """The part of another buffer of the group that holds the same elements."""
@@ -222,8 +228,7 @@ class ShownGradients:
         They are the same objects until the memory of main grads is released.
         """
         if not self._views:
-            flat = self._mains.part_of(self._gradients.main).data
-            self._views = [self._mains.view(flat, index) for index in range(len(self._refs))]
+            self._views = self._mains.views(self._mains.part_of(self._gradients.main))
         return self._views
 
     @property
@@ -339,7 +344,7 @@ class ShownGradients:
         if local.data_ptr() == span.data_ptr() or not span.numel():
             return
         span.copy_(local.reshape(-1))
-        if gradients.state.is_final:
+        if gradients.state in FINAL:
             gradients.mark_produced(
                 [flag or i == index for i, flag in enumerate(gradients.produced_gradient)]
             )

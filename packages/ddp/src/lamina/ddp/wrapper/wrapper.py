@@ -24,6 +24,7 @@ from lamina.ddp.execution.hooks import ModuleWatch, mark_outputs
 from lamina.ddp.execution.module_buffers import ModuleBuffers
 from lamina.ddp.execution.unit import Unit
 from lamina.ddp.gradients.reduction import resolve_reduction
+from lamina.ddp.gradients.states import FINAL
 from lamina.ddp.group.group import GroupSettings, ParameterGroup, refuse_changed
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.optimizer.sharded_optimizer import ShardedOptimizer
@@ -347,7 +348,7 @@ class DistributedDataParallel(_NamesInside, DataParallel):
         """Gradients that nobody will step, and parameters whose gradients nobody would sum."""
         for group in self._groups:
             refuse_changed(group)
-            if group.gradients is None or not group.gradients.state.is_final:
+            if group.gradients is None or group.gradients.state not in FINAL:
                 continue
             if group.mains_are_separate and not group.shown.has_optimizer:
                 raise RuntimeError(

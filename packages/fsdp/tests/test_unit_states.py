@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from lamina.collectives import Ledger
 from lamina.ddp import engine as of_ddp
 from lamina.ddp.engine import WeightsState
 from lamina.ddp.execution import unit as source
@@ -122,6 +123,64 @@ def test_weights_that_are_written_while_modules_compute_are_old_until_they_are_g
     loss.backward()
     assert {group.weights.state for group in groups} == {WeightsState.RELEASED}
     check(model, set())
+
+
+class CalledAgain(OddNet):
+    """The block that is called first is called again at the end."""
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.leave(x) * self.temperature + self.empty.sum()
+
+
+class Around(torch.nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside, self.scale = inside, torch.nn.Parameter(torch.ones(17))
+
+    def forward(self, x):
+        return self.inside(x) * self.scale
+
+
+class Nested(OddNet):
+    """The last block is inside another unit, whose backward comes first."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2] = Around(self.blocks[2])
+
+
+AGAIN = {
+    OddNet: (["0", "1", "2"], ["1", "0"]),
+    CalledAgain: (["0", "1", "2", "0"], ["2", "1"]),
+    Nested: (["0", "1", "2", "2.inside"], ["2.inside", "1", "0"]),
+}
+"""Blocks as a forward gathers them, and as its backward gathers them again."""
+
+
+def gathered_blocks(ledger):
+    titles = [r.purpose for r in ledger.records if r.op == "all_gather_into"]
+    names = [t.removeprefix("blocks.") for t in titles if t.startswith("blocks.")]
+    return [name.partition(".norm")[0].removesuffix(".scale") for name in names]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", AGAIN)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_unit_whose_last_call_ends_last_is_kept_for_its_backward(make, overlap, ranks):
+    torch.manual_seed(3)
+    settings = {"fsdp_unit_modules": [Block, Around], "overlap_param_gather": overlap}
+    model = fully_shard(make(), **settings)
+    for step in range(3):
+        with Ledger() as forward:
+            loss = model(inputs(model, 10 * step + ranks.rank)).square().mean()
+        with Ledger() as backward:
+            loss.backward()
+        if step:  # the first one is not known in advance
+            assert (gathered_blocks(forward), gathered_blocks(backward)) == AGAIN[make]
+        model.zero_grad()
 
 
 def test_every_state_is_entered_and_left():

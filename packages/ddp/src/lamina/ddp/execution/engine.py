@@ -16,6 +16,13 @@ Note [Two orders of gathers]
     (`DistributedDataParallel`) are no modules. Ranks that run different modules wait for different
     buckets, so all of them begin the gathers in one fixed order: a bucket that is waited for begins
     those before it too, and the end of the forward begins the rest.
+
+Note [The last call is kept]
+    A forward gathers units as their calls begin. Its backward comes to them as their calls have
+    ended, the other way round. The two orders differ where a unit is called inside another one:
+    that around it begins first and ends last, so its backward comes first. And a unit that is
+    called several times has a place for each call. The unit whose call ends last of all is kept,
+    since its backward begins at once, and would gather what was just given back.
 """
 
 from __future__ import annotations
@@ -144,9 +151,12 @@ class Prefetcher:
         budget: int | None = None,
     ) -> None:
         self.order: list[Unit] = list(units) if fixed else []
-        """As units ran in the last forward, or always run."""
+        """The units that the last forward has called, call by call, or as they always run."""
+        self.returns: list[Unit] = []
+        """The same calls but the root's, as the backward of that forward comes to them."""
         self.ran: list[Unit] = []
-        """Units that the forward at hand has come to, in its order."""
+        """The units that the forward at hand has called."""
+        self._ended: list[Unit] = []  # those of these calls that are over, but the root's
         self.budget = None if budget is None else GatherBudget(units, budget)
         self.fixed = fixed
         self.ahead = ahead
@@ -154,23 +164,30 @@ class Prefetcher:
 
     def begin_forward(self) -> None:
         """A forward of the model begins."""
-        self.ran = []
+        self.ran, self._ended = [], []
+
+    def end_call(self, unit: Unit) -> bool:
+        """A call of a unit has ended: whether it is the last of a forward like the one before."""
+        self._ended.append(unit)
+        return len(self._ended) == len(self.returns) and unit is self.returns[0]
 
     def end_forward(self) -> None:
         """A forward has ended: its order is what comes next."""
         if self.fixed:
             self.begin_up_to(len(self.order))  # those of modules that ran on other ranks only
         else:
-            self.order = self.ran
+            self.order, self.returns = self.ran, self._ended[::-1]
 
     def begin_beside(self, unit: Unit, step: int) -> None:
         """Begin the gathers of units that came after (1) or before (-1) a unit last time."""
         ahead: Sequence[Unit] = ()
         if step in unit.prefetch:  # somebody has said which
             ahead = unit.prefetch[step]
-        elif self.ahead and not self.fixed and unit in self.order:
-            index = self.order.index(unit)
-            ahead = self.order[index + 1 :] if step > 0 else self.order[:index][::-1]
+        elif self.ahead and not self.fixed:
+            order, place = (self.order, len(self.ran) - 1) if step > 0 else (self.returns, 0)
+            if place >= len(order) or order[place] is not unit:  # it runs otherwise than last time
+                place = order.index(unit) if unit in order else len(order)
+            ahead = order[place + 1 :]
             ahead = ahead[: self.ahead] if self.budget is None else ahead
         for other in ahead:
             if step < 0 and not other.unshard_in_backward:
@@ -327,8 +344,7 @@ class Engine:
 
     def gathered_again(self) -> list[ParameterGroup]:
         """Groups that are released after their forward, so that a backward gathers them again."""
-        order = self.prefetcher.order
-        last = order[-1] if order else self.units[-1]
+        last = next(iter(self.prefetcher.returns), self.units[-1])
         kept = {self.root: self.root.reshard_after_forward is not True, last: True}
         again = (
             unit
@@ -378,17 +394,14 @@ class Engine:
         training = torch.is_grad_enabled()
         if not training:
             unit.calls.run_without_grad()
-        first = unit not in prefetcher.ran
-        if first:
-            prefetcher.ran.append(unit)
+        prefetcher.ran.append(unit)
         # A module around it may have written to its parameters since the forward began.
         if unit is not self.root:
             unit.follow_main_weights()
         # Its own gather goes first on the wire. The next unit's follows before we wait, so that it
         # is under way while this one computes.
         self._start(unit)
-        if first or unit.calls.members == 1:
-            prefetcher.begin_beside(unit, 1)
+        prefetcher.begin_beside(unit, 1)
         unit.finish_unshard()
         # From here on autograd saves views of the weights, which backward has to find again.
         if training and self.slots is not None:
@@ -442,9 +455,7 @@ class Engine:
             if unit.reshard_after_forward:
                 unit.reshard()
             return
-        # The unit that ran last is the first whose backward needs its weights.
-        order = self.prefetcher.order
-        last = bool(order) and unit is order[-1]
+        last = self.prefetcher.end_call(unit)
         keep = training and (last or unit.reshard_after_forward is False)
         if complete and not keep:
             unit.reshard()
@@ -497,12 +508,15 @@ class Engine:
             self.slots.return_to(unit, epochs)
         if unit.calls.members > 1:
             unit.calls.member_came_back(member)
-        if unit.enter_backward():
-            self._ran_backward.append(unit)
+        begins = unit.enter_backward()
         # As in forward: its own gather, the next one's, and then the wait.
         if unit.unshard_in_backward:
             self._start(unit)
-        self.prefetcher.begin_beside(unit, -1)
+        if (
+            begins
+        ):  # and not by another of its outputs or calls, with the next one under way or over
+            self._ran_backward.append(unit)
+            self.prefetcher.begin_beside(unit, -1)
         if unit.unshard_in_backward:
             unit.finish_unshard()
 

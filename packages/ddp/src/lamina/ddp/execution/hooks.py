@@ -58,6 +58,7 @@ class _AfterBackward(torch.autograd.Function):
         pending: PendingBackward,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        """Hand the inputs on, and remember whose they are."""
         ctx.engine, ctx.unit, ctx.pending = engine, unit, pending
         return inputs
 
@@ -257,6 +258,7 @@ def _hook_state_dicts(
     unit = hooks.unit
 
     def settle(module: nn.Module, *, loading: bool) -> None:
+        """Put units at rest: of the root all, of part of a unit those that it disturbs."""
         if not hooks.started:
             unit.reshard()
             return
@@ -268,11 +270,13 @@ def _hook_state_dicts(
         hooks.engine.put_at_rest(units, loading=loading)
 
     def before_save(module: nn.Module, *_: Any) -> None:
+        """What is saved is what the optimizer updates."""
         settle(module, loading=False)
 
     def before_load(
         module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *__: Any
     ) -> None:
+        """What is loaded goes there too; ValueError: it would replace parameters."""
         if metadata.get("assign_to_params_buffers"):
             raise ValueError(
                 f"load_state_dict(assign=True) of {prefix[:-1] or type(module).__name__} replaces "
@@ -282,6 +286,7 @@ def _hook_state_dicts(
         settle(module, loading=True)
 
     def after_load(*_: Any) -> None:
+        """Whole weights are old now."""
         for group in unit.groups:
             group.weights.mark_changed()
 
@@ -322,6 +327,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
+        """Call the method with its unit gathered."""
         return hooks.call(owner(), method, args, kwargs)
 
     module.__dict__[name] = gathered
@@ -342,6 +348,7 @@ def _mark_inputs(
     tensors: dict[int, torch.Tensor] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
+        """Remember a tensor, and leave it as it is."""
         return tensors.setdefault(id(tensor), tensor)
 
     if loan is None:
@@ -380,6 +387,7 @@ def mark_outputs(
 
     # Each output announces it: nobody knows which of them the loss depends on.
     def announce(_: torch.Tensor) -> None:
+        """The first gradient of an output is there."""
         engine.before_backward(unit, epochs, member)
 
     outputs: Iterable[Any] = output if type(output) is tuple else (output,)
@@ -490,6 +498,7 @@ def _refuse_in_steps(watch: ModuleWatch) -> None:
     reference = weakref.ref(watch)
 
     def before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
+        """Ask the watch, as long as the model lives."""
         # Torch runs the hook for optimizers of other models too, which may be compiled.
         if not torch.compiler.is_compiling() and (known := reference()) is not None:
             known.refuse(optimizer)

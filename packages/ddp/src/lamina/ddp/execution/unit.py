@@ -179,6 +179,7 @@ class Unit:
         self.name = next(iter(paths.values()))
 
         def whole(name: str) -> str:
+            """The name of a parameter in the model around the unit."""
             path = paths.get(0, "")
             if len(paths) > 1:
                 number, name = name.split(".", 1)

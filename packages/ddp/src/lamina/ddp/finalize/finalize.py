@@ -166,6 +166,7 @@ def _mark_summed(parameter: torch.Tensor) -> None:
     reference = weakref.ref(parameter)  # the parameter holds its hooks
 
     def before(_: torch.Tensor) -> None:
+        """A gradient is about to be added: forget a sum that was dropped or zeroed."""
         summed = getattr(reference(), "grad", None)
         if summed is None or not hasattr(summed, _SUMMED):
             handle.remove()  # it was dropped
@@ -232,6 +233,7 @@ def warn_of_unfinished_steps(optimizer: Optimizer, module: nn.Module) -> None:
             leave()
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn once, if a submodule waits for its end of a step."""
         names = [name for name, part in watched if getattr(part, "needs_finalize", False)]
         if names:
             watched.clear()

@@ -292,6 +292,7 @@ def _over_axes(
     def make(
         main: FlatBuffer, axes: DataParallelAxes, scale: float | None, scratch: ScratchBuffers
     ) -> RankSum:
+        """Make the sum of one group."""
         if averages:
             rest = (1.0 if scale is None else scale) * axes.size
             scale = None if rest == 1.0 else rest

@@ -73,6 +73,7 @@ def full_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
         return module.full_parameters()
 
     def weights(group: ParameterGroup) -> FlatBuffer:
+        """Main weights of a group; RuntimeError: a parameter was taken out."""
         group.writes.refuse_assigned(group.refs)
         return group.main_weights
 
@@ -94,6 +95,7 @@ def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
         return module.full_gradients()
 
     def grads(group: ParameterGroup) -> FlatBuffer | None:
+        """Main grads of a group that is trained."""
         return None if group.gradients is None else group.gradients_to_step
 
     return _collect(groups_of(module), grads, lambda group, i: group.trained.produced_gradient[i])

@@ -333,9 +333,11 @@ def _weights_of(group: ParameterGroup, index: int) -> Iterator[tuple[FlatBuffer,
     local = weights.local
 
     def settled() -> torch.Tensor | None:
+        """The elements, unless they are old or on their way."""
         return local.span_view(index) if weights.settled else None
 
     def span(buffer: FlatBuffer) -> int:
+        """How many elements of the parameter a buffer has on this rank."""
         _, start, stop, _ = buffer.spans[index]
         return stop - start
 
@@ -349,6 +351,7 @@ def _state_of(optimizer: Optimizer, main: nn.Parameter, name: str) -> Iterator[_
     """Tensors that an optimizer keeps for a parameter."""
 
     def tensor(path: Sequence[Any]) -> torch.Tensor | None:
+        """What lies at a path of the state now, if it still is a tensor."""
         value: Any = optimizer.state.get(main, {})
         try:
             for key in path:
@@ -378,6 +381,7 @@ def _buffers_of(module: nn.Module) -> Iterator[_Piece]:
     """A module's buffers."""
 
     def buffer(name: str) -> torch.Tensor:
+        """What this rank has of a buffer now."""
         return local_of(module.get_buffer(name))
 
     for name, _ in module.named_buffers():

@@ -155,6 +155,7 @@ class BorrowedGroups(ABC):
             return None
 
         def first() -> Any:
+            """The step's closure: the user's, on the user's parameters, and then the loan."""
             # The closure computes the gradients, and may zero those there were: both concern the
             # user's parameters.
             self.restore(optimizer)
@@ -182,6 +183,7 @@ class BorrowedGroups(ABC):
         reference = weakref.ref(optimizer)
 
         def zero_grad(*args: Any, **kwargs: Any) -> None:  # see Note [Steps that raise]
+            """Zero the user's gradients; a step that raised has left others."""
             if (own := reference()) is not None:
                 self.restore(own)
                 own.zero_grad(*args, **kwargs)

@@ -74,6 +74,7 @@ class ShardedOptimizer(Optimizer):
         whole = mesh.mesh if isinstance(mesh, ParallelMesh) else mesh
 
         def stepped() -> None:
+            """Tell a wrapper whose weights follow steps."""
             if isinstance(module, _HearsOfSteps):
                 module.weights_written()
 

@@ -103,6 +103,7 @@ def _before_forward(waits: weakref.ref[BucketWaits], number: int) -> Callable[..
     """A pre-forward hook. Its reference is weak: groups hold the module's parameters."""
 
     def hook(*_: Any) -> None:
+        """Wait for what the module reads."""
         if (known := waits()) is not None:
             known.before_module(number)
 

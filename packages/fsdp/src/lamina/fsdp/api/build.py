@@ -292,6 +292,7 @@ def without_values(settings: ShardingSettings) -> ShardingSettings:
     """Settings with which meta parameters get memory, and values that do not matter."""
 
     def fill(module: nn.Module) -> None:
+        """Write zeros, which are values to whoever looks."""
         for parameter in module._parameters.values():
             if parameter is not None and not parameter.is_meta:
                 parameter.zero_()

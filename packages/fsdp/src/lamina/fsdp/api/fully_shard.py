@@ -114,6 +114,7 @@ def _takes(
     """Give a function the fields of a dataclass as keywords: signature, types and help."""
 
     def decorate(function: Callable[..., object]) -> _FullyShard[_P]:
+        """Give one function the fields' keywords, their texts, and remedies for other names."""
         *own, _ = inspect.signature(function).parameters.values()
         keywords = inspect.signature(kind).parameters.values()
         function.__signature__ = inspect.Signature([*own, *keywords])  # type: ignore[attr-defined]

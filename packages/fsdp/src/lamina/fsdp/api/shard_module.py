@@ -206,6 +206,7 @@ def _shard(
     blank = without_values(settings)
 
     def again(copies: list[nn.Module]) -> object:
+        """Shard copies of the modules, without values."""
         # What was left alone has values, and what inner units hold is left out anyway.
         left_alone = {id(p) for module in copies for p in module.parameters() if not p.is_meta}
         return _shard(copies, blank, reshard_after_forward, left_alone)
@@ -296,6 +297,7 @@ def _show_parts(modules: Sequence[ModuleWithUnit], sharding: Sharding) -> None:
     ]
 
     def refuse(*_: Any) -> None:
+        """Refuse to save parts under the name of a whole."""
         group, index = unplaced[0]
         ref = group.refs[index]  # asked for now: the engine has renamed it meanwhile
         raise ValueError(

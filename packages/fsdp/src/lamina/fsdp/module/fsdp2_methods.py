@@ -242,6 +242,7 @@ _REFUSED = {
 
 def _refusing(name: str, reason: str) -> Callable[..., None]:
     def refuse(self: UnitMethods, *args: object, **kwargs: object) -> None:
+        """Raise with the reason; the docstring of each method is its own."""
         raise UnavailableError(f"{name}(): {reason}")
 
     refuse.__name__ = name

@@ -82,7 +82,10 @@ def show_parts(module: nn.Module, regions: TensorRegions) -> None:
         return
 
     def changing(change: Callable[[torch.Tensor, Any], Any]) -> Callable[..., None]:
+        """Make a hook that changes the values of parameters in a state."""
+
         def hook(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            """Change those of the module's parameters that the state has."""
             for name, parameter in owner.named_parameters(remove_duplicate=False):
                 if (key := prefix + name) in state:
                     state[key] = change(parameter, state[key])

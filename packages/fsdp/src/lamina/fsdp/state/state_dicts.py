@@ -30,6 +30,7 @@ def give_whole_tensors(module: nn.Module, *, always: bool = True) -> None:
     """
 
     def after(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        """Put whole tensors in a state's place, where they are wanted."""
         if not always and not _asked_for_whole():
             return
         for name, value in state.items():
@@ -90,6 +91,7 @@ def prepare_optimizer_state(
     """
 
     def after(owner: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Complete the state, or make it whole."""
         if whole or _asked_for_whole():
             return {**state, "state": _whole_state(owner, state["state"])}
         if type(owner) not in _REGULAR:
@@ -98,11 +100,13 @@ def prepare_optimizer_state(
         return {**state, "state": _completed(owner, state["state"])}
 
     def as_parts(owner: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Show state of a tp rank as its part of the model's."""
         for each in regions:
             state = _mapped(owner, state, each.as_part)
         return state
 
     def as_tensors(owner: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Take this tp rank's part of state that is loaded."""
         for each in regions:
             state = _mapped(owner, state, each.taken)
         return state
@@ -156,6 +160,7 @@ def _sent_by(source: int, parameter: ShardedTensor, state: dict[str, Any]) -> di
     sends = parameter.to_local().numel() == parameter.numel()
 
     def receive(flat: torch.Tensor | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of the source, on every rank."""
         if flat is None:
             flat = torch.empty(0, dtype=dtype)
         numels = [numel if rank == source else 0 for rank in range(communicator.size)]

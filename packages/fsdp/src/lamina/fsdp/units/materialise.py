@@ -139,6 +139,7 @@ def _children_first(plan: UnitPlan) -> list[nn.Module]:
     ordered: dict[int, nn.Module] = {}
 
     def visit(module: nn.Module) -> None:
+        """Note a module after those inside it."""
         for child in module.children():
             if id(child) in own and id(child) not in ordered:
                 visit(child)
@@ -168,6 +169,7 @@ def refuse_unwritten_buffers(root: nn.Module) -> None:
     """
 
     def left(tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a buffer that still has the pattern."""
         buffer = not isinstance(tensor, nn.Parameter) and not tensor.is_meta
         return buffer and tensor.nbytes > 3 and _is_unwritten(tensor)
 

@@ -66,6 +66,8 @@ class FlatBuffer:
         self.communicator = communicator
         sizes = tuple(axis.size for axis in self.axes)
         self._cut = Cut(sizes, tuple(placement.cuts for placement in self.placement))
+        # Shards are the finest cut. A piece is a whole number of them, or its bounds would cut
+        # what the layout keeps together.
         if layout.num_shards % self._cut.pieces:
             raise ValueError(
                 f"a layout of {layout.num_shards} shards does not cut into {self._cut.pieces} "
@@ -120,6 +122,7 @@ class FlatBuffer:
         piece, low = self._cut.piece(self._coordinate), self.range[0]
         spans = []
         for index, offset in enumerate(self.layout.offsets):
+            # A tensor that lies elsewhere has an empty run, which still has a place: offset 0.
             start, stop = self.layout.within(index, *self.range)
             spans.append(Span(piece, start, stop, offset + start - low if stop > start else 0))
         return tuple(spans)
@@ -211,6 +214,7 @@ class FlatBuffer:
                 "elements are still to be summed: reduce it first, then wrap the reduced piece "
                 "with FlatBuffer(layout, Shard(), storage=...)"
             )
+        # Along the other axes ranks hold copies: they are no part of the tensor's place.
         axes = tuple(axis for axis, cuts in zip(self.axes, self.cuts, strict=True) if cuts)
 
         # Lazily: it costs a step per rank, and few ask for it.

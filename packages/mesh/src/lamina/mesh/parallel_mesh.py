@@ -200,6 +200,7 @@ class ParallelLayout:
                 f"({', '.join(DENSE_AXES)}) and ({', '.join(EXPERT_AXES)})."
             )
         own = self.coordinate_of(rank)
+        # Axis by axis, from the outermost: each rank so far becomes those at all wanted places.
         ranks = [0]
         for name in names:
             size = getattr(self, name)
@@ -221,6 +222,7 @@ class ParallelLayout:
         for axes in (DENSE_AXES, EXPERT_AXES):
             if not all(name in coordinate for name in axes):
                 continue
+            # Horner's rule: the innermost axis counts fastest.
             rank = 0
             for name in axes:
                 place, size = coordinate[name], getattr(self, name)
@@ -338,6 +340,7 @@ class ParallelMesh:
         # Derived names are taken apart first, so that "dp" and its two axes are one entry.
         dims = self._dims_of((name,) if isinstance(name, str) else tuple(name))
         if dims not in self._axes:
+            # A group is made by its members alone. Of an axis of one rank there is nothing to make.
             ranks = self.layout.ranks_through(self.rank, dims)
             group = group_of(self._group_name(dims, ranks), ranks) if len(ranks) > 1 else None
             if group is not None:
@@ -375,6 +378,7 @@ class ParallelMesh:
         stages = self.layout.pp
         if self._coordinate["pp"] not in (0, stages - 1):
             return None
+        # Of one stage, both ends are the same rank, and there is nobody to sum with.
         ends = sorted({0, stages - 1})
         ranks = tuple(self.layout.rank_of({**self._coordinate, "pp": stage}) for stage in ends)
         group = group_of("embedding", ranks) if len(ranks) > 1 else None

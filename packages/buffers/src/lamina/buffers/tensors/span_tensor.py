@@ -81,6 +81,7 @@ class SpanSpec:
     @cached_property
     def strides(self) -> tuple[int, ...]:
         """Strides of the whole in row-major order."""
+        # As torch has them: a dimension without elements counts as one of a single element.
         sizes = (max(size, 1) for size in reversed(self.shape))
         *strides, _ = accumulate(sizes, mul, initial=1)
         return tuple(reversed(strides))
@@ -188,6 +189,7 @@ class SpanTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # A span and a part of a span count elements from different beginnings.
         if len(types) > 1 and any(
             issubclass(kind, SpanTensor) and not issubclass(cls, kind) for kind in types
         ):
@@ -227,6 +229,7 @@ class SpanTensor(torch.Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+        # Of the span, which has the memory: asked of this tensor, torch would look for storage.
         properties = TensorProperties.create_from_tensor(self._local)
         return [
             WriteItem(
@@ -239,6 +242,7 @@ class SpanTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for box in self.boxes():
+            # A tensor that is one box is asked for without an offset.
             if index.offset is None or torch.Size(box.offsets) == index.offset:
                 return self.view_of(box)
         spec = self._spec

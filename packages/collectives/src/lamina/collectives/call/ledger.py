@@ -145,6 +145,7 @@ class Ledger:
 
         On CUDA this synchronises with the events of the collectives that were waited for.
         """
+        # One clock for all records, made now: their events are on one time axis.
         clock = _DeviceClock()
         return [_record(call, clock) for call in tuple(self._calls)]
 
@@ -158,6 +159,7 @@ class Ledger:
             op: name of a public function.
             between_hosts: True counts what went to other hosts, False what stayed on this one.
         """
+        # Calls and not records: bytes are known at once, and nobody waits for a device.
         calls = [
             call
             for call in tuple(self._calls)
@@ -225,6 +227,7 @@ class _DeviceClock:
         """Host time in seconds of an event, once the device has got there."""
         event.synchronize()
         device = event.device
+        # An event that ends now is known on both clocks. All others are measured back from it.
         if device not in self._anchors:
             with torch.cuda.device(device):
                 anchor = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -240,6 +243,7 @@ def _record(call: Call, clock: _DeviceClock) -> Record:
     finished = None if call.finished_ns is None else call.finished_ns * 1e-9
     waited = None if call.waited_ns is None else call.waited_ns * 1e-9
     if call.device_events is not None and finished is not None:
+        # The third one is set by `wait`, if anybody has called it by now.
         start, end, *wait = call.device_events
         issued, finished = clock.host_time(start), clock.host_time(end)
         if wait:

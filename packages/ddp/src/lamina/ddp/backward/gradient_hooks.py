@@ -152,11 +152,13 @@ class BackwardStream:
 
     def entered(self, gradient: torch.Tensor | None) -> AbstractContextManager[object]:
         """Make it the current stream, after the one that has the gradient."""
+        # Between backwards (`late_gradients`) there is no stream to go over to.
         stream, here = self.stream, current_stream(self._device)
         if stream is None or here is None or here == stream:
             return NO_STREAM
         stream.wait_stream(here)
         if gradient is not None:
+            # Its memory must not be given to others on its own stream before this one has read it.
             local = gradient.to_local() if isinstance(gradient, ShardedTensor) else gradient
             local.record_stream(stream)
         return torch.cuda.stream(stream)
@@ -193,6 +195,8 @@ def gradient_sink(parameter: torch.Tensor) -> GradientSink | None:
     if sink is None or not sink.alive:
         return None
     try:
+        # Autograd brings a gradient to the leaf, or (asked for by its user) hands it to somebody
+        # else.
         reached = will_execute(get_gradient_edge(parameter).node)
     except RuntimeError:  # the gradient is what torch.autograd.grad was asked for
         return None
@@ -216,6 +220,7 @@ def refuse_wrapped(what: str, module: nn.Module, inside: tuple[type[nn.Module], 
     else, before it changes anything; `what` is its name for the message. Modules of the classes
     `inside` may be parts of the module, as `shard_module` goes from blocks to the root.
     """
+    # What is sharded inside already has its own hooks, and this wrapper leaves it alone.
     apart = {
         id(below)
         for child in module.modules()
@@ -255,12 +260,14 @@ def hook_leaves(group: ParameterGroup, hook_of: Callable[[int], LeafHook]) -> li
     """
     nodes = []
     for index, (ref, main) in enumerate(zip(group.refs, group.main_parameters, strict=True)):
+        # Where main weights are apart, both leaves bring gradients to one place in the buffer.
         hook = hook_of(index)
         for leaf in (ref.parameter,) if main is ref.parameter else (ref.parameter, main):
             wants = leaf.requires_grad
             # One that is frozen for now has no node of its own otherwise.
             node = get_gradient_edge(leaf.requires_grad_(True)).node
             leaf.requires_grad_(wants)
+            # Before the node itself, which then finds nothing to accumulate.
             node.register_prehook(hook)
             nodes.append(node)
             group.shown.hooks.take(leaf, index)
@@ -362,6 +369,8 @@ def _gradients_of_leaves(
                 asked[at], refs[at] = get_gradient_edge(ref.parameter), ref
     # A loss may read a parameter in a forward (the compute leaf), and outside of it (the main one).
     own = [get_gradient_edge(inputs[at]) for at in refs]
+    # One run through the graph for all of them. What was not reached comes back as None, and is
+    # refused or made zeros below, as the caller has asked.
     taken = list(torch.autograd.grad(_plain(outputs), [*asked, *own], allow_unused=True, **options))
     for (at, ref), direct in zip(refs.items(), taken[len(inputs) :], strict=True):
         if taken[at] is None or direct is None:

@@ -238,6 +238,7 @@ class HealthMonitor:
         for what, value in known.items():
             if math.isfinite(value):
                 self._recent[what].append(value)
+        # A healthy step ends the row, unless it only repeats what was done before going back.
         if not infinite and not spikes:
             self._repeated -= 1
             if self._repeated <= 0:
@@ -277,6 +278,9 @@ class HealthMonitor:
         for what, value in known.items():
             if len(recent := self._recent[what]) >= self._least:
                 median = statistics.median(recent)
+                # Median and median distance: earlier spikes hardly move them. A tenth of the median
+                # is the least distance, or a loss that is almost constant would make each of its
+                # steps a spike.
                 distance = statistics.median(abs(each - median) for each in recent)
                 deviation = max(_TO_STANDARD_DEVIATION * distance, 0.1 * abs(median))
                 limit = self._limit * (_OF_NORMS if what == "gradient norm" else 1.0)

@@ -139,9 +139,11 @@ class ReplicaMonitor:
         """This rank's part of the step's sum: fp64 [2], to be summed over the mesh."""
         if self._step % self._steps == 0:  # state may have been made, or loaded, since
             self._families = self._plan()
+        # The step alone says which share it is, so all ranks digest the same bytes.
         share = self._step % self._steps, self._steps
         self._step += 1
         words = torch.zeros(2, dtype=torch.float64, device=device)
+        # A digest is 64 bits, and fp64 adds integers exactly up to 53 only: it travels in halves.
         for family in self._families:
             digest = family.digest(*share).to(device, non_blocking=True)
             halves = torch.stack([digest & _LOW, (digest >> 32) & _LOW])
@@ -163,11 +165,13 @@ class ReplicaMonitor:
             return
         # Something differs somewhere, so every rank looks at all that it holds.
         votes = [vote for family in self._plan() for vote in family.votes(device)]
+        # Whether one rank finds no majority decides for all: a rank that heals sends to the others.
         undecided = torch.tensor(sum(vote.good is None for vote in votes), device=device)
         for axis in axes:
             all_reduce_small([undecided], axis.sibling("reduce"), op="max")
         wrong = [vote.wrong for vote in votes if vote.wrong]
         what = f"on {platform.node()}, {shortened(wrong, 3, ', ')}" if wrong else ""
+        # A rank whose copies agree has no words. If nobody has any, the digest itself was wrong.
         reason = f"copies of the training state differ{words_of_all(what, (), axes, device)}"
         if not reason.endswith("differ") and (not self._heal or bool(undecided)):
             raise ReplicaError(
@@ -200,6 +204,7 @@ class ReplicaMonitor:
                 if self._optimizer is not None and axes:
                     main = group.main_parameters[index]
                     pieces[axes] += _state_of(self._optimizer, main, ref.name)
+        # Buffers belong to modules and not to groups: they have the axes of dense parameters.
         dense = next((g.axes for g in self._groups if not g.refs[0].role.expert), None)
         if dense is not None and (axes := _sized(dense.outer, dense.inner)):
             pieces[axes] += [piece for each in self._buffers for piece in _buffers_of(each)]
@@ -214,6 +219,7 @@ class ReplicaMonitor:
         axes = []
         if role.tp_shard_dim is None:
             axes.append(axis_if_there(mesh, "expert_tp" if role.expert else "tp"))
+        # Both ends of a V-shaped pipeline are on this rank, and are groups of their own here.
         if role.tied is not None and role.tied not in self._tied_here:
             if isinstance(mesh, ParallelMesh):
                 axes.append(mesh.embedding_axis)
@@ -257,6 +263,7 @@ class _Family:
         self.axes, self.pieces = axes, pieces
         self.copies = math.prod(axis.size for axis in axes)
         self.index = 0
+        # The innermost axis is first, and counts fastest, as in the gathers of `votes`.
         for axis in reversed(axes):
             self.index = self.index * axis.size + axis.rank
         self.factor = 1 - self.copies if self.index == 0 else 1
@@ -268,6 +275,8 @@ class _Family:
         """Of one of equal shares of the bytes: int64, no dimensions."""
         low, high = (self.nbytes * at // shares for at in (share, share + 1))
         parts = []
+        # From the piece in which the share begins to that in which it ends. A piece is cut at whole
+        # elements, and two shares that meet in it round the same way, so none is left out.
         for at in range(bisect_right(self._starts, low) - 1, len(self.pieces)):
             piece, begin, end = self.pieces[at], self._starts[at], self._starts[at + 1]
             if begin >= high:
@@ -281,6 +290,7 @@ class _Family:
     def votes(self, device: torch.device) -> Iterator[_Vote]:
         """Yield each piece whose copies are not all equal; collective over the copies."""
         groups = [axis.sibling("reduce") for axis in self.axes]
+        # Digests are compared column by column: the pieces must be the same, in the same order.
         facts = [(piece.name, str(piece.numel)) for piece in self.pieces]
         CommonFacts("ReplicaMonitor", groups).require(facts)
         own = [piece.digest(0, piece.numel) for piece in self.pieces]
@@ -304,6 +314,7 @@ class _Vote:
     """
 
     def __init__(self, family: _Family, piece: _Piece, digests: Sequence[int]) -> None:
+        # More than half of the copies, or nobody knows which are right.
         value, count = Counter(digests).most_common(1)[0]
         self.good = digests.index(value) if 2 * count > len(digests) else None
         self._family, self._piece = family, piece
@@ -320,6 +331,7 @@ class _Vote:
         assert values is not None and self.good is not None  # noqa: S101, PT018 - see `votes`
         buffer, at = values.detach().contiguous(), self.good
         for axis in self._family.axes:
+            # From axis to axis: after each broadcast all ranks along it have the good bits.
             at, source = divmod(at, axis.size)
             broadcast(buffer, axis.sibling("reduce"), src=source).wait()
         # `.data` has a version counter of its own. Who asks whether weights were written must get

@@ -31,6 +31,7 @@ def require_same_optimizer(
     """
     if not groups:
         return
+    # Experts have axes of their own, and each rank of the dense ones holds other experts.
     axes = next((g.axes for g in groups if not g.refs[0].role.expert), groups[0].axes)
     alike = [group for group in groups if group.axes == axes]  # of experts other ranks hold others
     names = {id(ref.parameter): ref.name for group in alike for ref in group.refs}
@@ -41,6 +42,7 @@ def require_same_optimizer(
     facts = [*software(), ("the wrapper", what)]
     device = groups[0].device
     common_facts_of(what, axes, device).require([*facts, *optimizer_facts(optimizer, names)])
+    # Ranks of tp hold other parameters, so there the hyperparameters alone are compared.
     require_same_over_tp(what, axes, device, [*facts, *optimizer_facts(optimizer, {})])
 
 
@@ -62,12 +64,16 @@ def adopt_main_parameters(optimizer: Optimizer, groups: Sequence[ParameterGroup]
         for group, index in located.values()
         if group.main_parameters[index] is not (ref := group.refs[index]).parameter
     }
+    # All refusals come first: an optimizer that is refused stays as it was.
     refuse_optimizer(optimizer, mains.keys() | located.keys(), apart)
+    # In place, in the user's own dictionaries: schedulers hold these, too.
     for settings in optimizer.param_groups:
         settings["params"] = [mains.get(id(p), p) for p in settings["params"]]
+    # Whoever is stepped by a known optimizer need not be watched for writes of an unknown one.
     stepped = [id(p) for settings in optimizer.param_groups for p in settings["params"]]
     for group in groups:
         group.shown.expect_optimizer(stepped)
+    # State was made for whole tensors, before the model was sharded.
     for parameter in [p for p in optimizer.state if id(p) in apart]:
         main = mains[id(parameter)]
         state = optimizer.state.pop(parameter)
@@ -93,6 +99,7 @@ def refuse_optimizer(
             "module: build it with optimizer = ...(model.parameters()) before (or after) sharding "
             "that same model"
         )
+    # A meta tensor in the state could be filled only by whoever knows what a first step makes.
     kept = (value for state in optimizer.state.values() for value in state.values())
     if any(isinstance(value, torch.Tensor) and value.is_meta for value in kept):
         raise ValueError(
@@ -114,6 +121,7 @@ def cut_state(value: object, group: ParameterGroup, index: int) -> object:
     spec = group.layout.specs[index]
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != spec.numel:
         return value
+    # Flat like the main weights, so that the first step over a run need not copy it.
     flat = torch.zeros_like(group.main_weights.data, dtype=value.dtype)
     start, stop = group.spans[index]
     first, last = group.layout.within(index, *group.main_weights.range)

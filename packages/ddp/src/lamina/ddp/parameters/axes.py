@@ -113,9 +113,11 @@ def data_parallel_axes(
         ValueError: for axes that share ranks.
     """
     torch_mesh = mesh.mesh if isinstance(mesh, ParallelMesh) else mesh
+    # An axis that nobody named has this rank alone, so whoever asks finds two axes in any case.
     alone = MeshAxis("none", 1, 0, (int(torch_mesh.get_rank()),), None)
     inner_axis = mesh_axis(mesh, inner) if inner else alone
     outer_axis = mesh_axis(mesh, outer) if outer else alone
+    # Two axes cross in one rank. More ranks in common would sum each other's gradients twice.
     if len(set(inner_axis.ranks) & set(outer_axis.ranks)) > 1:
         raise ValueError(
             f"{inner!r} shards and {outer!r} replicates, and both have ranks "
@@ -140,6 +142,7 @@ def check_dimensions(
     for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
         if size == 1:
             continue
+        # A dimension may be part of an axis that was flattened out of several.
         ranks = set(mesh_axis(mesh, name).ranks)
         data = ranks <= set(axes.inner.ranks) or ranks <= set(axes.outer.ranks)
         if data and name in apart:
@@ -170,10 +173,12 @@ def check_experts(
     tp, expert_tp, ep = model.tp, model.expert_tp, model.ep
     copies = dense if expert is None else expert
     same = (copies.outer.ranks, copies.inner.ranks) == (dense.outer.ranks, dense.inner.ranks)
+    # Two ranks of one axis of copies that are also two ranks of an axis of experts contradict.
     both = (set(copies.outer.ranks), set(copies.inner.ranks))
     apart = [
         axis for axis in (ep, expert_tp) if axis and any(len(r & set(axis.ranks)) > 1 for r in both)
     ]
+    # Where experts have axes of their own, these must know that tp cuts experts as well.
     over_tp = tp is not None and tp.size > 1 and (expert_tp is None or expert_tp.size == 1)
     for ref in refs:
         if not ref.role.expert:
@@ -201,6 +206,7 @@ def refuse_unplaced(
 
     `tp` cuts dense parameters, if the mesh has it. ValueError names the first such parameter.
     """
+    # A part of the world may be one tp rank's data-parallel ranks, so only the whole world tells.
     if (tp is not None and tp.size > 1) or not 1 < dense.size == dist.get_world_size():
         return
     for ref in refs:
@@ -235,5 +241,6 @@ def _coordinates(mesh: ParallelMesh | DeviceMesh) -> str:
         sizes = zip(mesh.mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)
         places = {name: mesh.coordinate[name] for name, size in sizes if size > 1}
     else:
+        # A rank outside of the mesh has no coordinates.
         places = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
     return ", ".join(f"{name}={place}" for name, place in places.items())

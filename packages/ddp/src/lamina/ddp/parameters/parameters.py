@@ -71,6 +71,7 @@ def collect_parameters(module: nn.Module) -> list[ParameterRef]:
         for attribute, parameter in child._parameters.items():
             if parameter is None:
                 continue
+            # Tied parameters are one object in several places: the first place names it.
             key = id(parameter)
             names.setdefault(key, f"{prefix}.{attribute}" if prefix else attribute)
             parameters.setdefault(key, parameter)
@@ -118,6 +119,7 @@ def _elements_meet(refs: Sequence[ParameterRef]) -> bool:
     size = refs[0].parameter.element_size()
     if any(ref.parameter.element_size() != size for ref in refs):
         return True
+    # A map of the whole storage, in elements. Each parameter marks its own in its own strides.
     taken = torch.zeros(
         refs[0].parameter.untyped_storage().nbytes() // size, dtype=torch.bool, device="cpu"
     )
@@ -149,6 +151,7 @@ def group_parameters(refs: Iterable[ParameterRef]) -> Iterator[tuple[GroupKey, l
             role.tp_grad,
             role.tied,
         )
+        # A tied parameter is alone in its group: another stage has no neighbours of the same sizes.
         while key.tied is not None and key in groups:
             key = replace(key, copy=key.copy + 1)
         groups.setdefault(key, []).append(ref)
@@ -211,6 +214,7 @@ def read_parameters(
     refs: Sequence[ParameterRef], layout: BufferLayout, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """All parameters, in the layout's order, as one flat tensor; their own memory if it is that."""
+    # Values that were made in the layout's order are taken as they lie: no second copy.
     whole = _laid_out_already(refs, layout, dtype, device)
     if whole is None:
         whole = torch.zeros(layout.size, dtype=dtype, device=device)
@@ -228,6 +232,7 @@ def _laid_out_already(
     placed = [(ref.parameter, offset) for ref, spec, offset in places if spec.numel]
     if not placed:
         return None
+    # If the first one lies right, all others must lie at their distances from it.
     first, start = placed[0]
     storage = first.untyped_storage()
     base = first.storage_offset() - start
@@ -242,6 +247,7 @@ def _laid_out_already(
             or not parameter.is_contiguous()
         ):
             return None
+    # A tensor over the same memory. Nobody has written the padding, and it is summed and sent.
     whole = torch.empty(0, dtype=dtype, device=device)
     with torch.no_grad():
         whole.set_(storage, base, (layout.size,), (1,))

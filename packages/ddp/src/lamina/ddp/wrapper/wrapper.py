@@ -226,6 +226,29 @@ class DistributedDataParallel(_NamesInside, DataParallel):
         # From here on the parameters are views of the buckets.
         with self._memory(dense, expert):
             self._groups = make_buckets(refs, config, settings, dense, expert, scratch)
+        for group in self._groups:
+            same = group.dtypes.grads == group.dtypes.weights
+            if same and group.requires_grad and group.mains_are_separate:
+                # `model.parameters()` are what modules compute with, and users look there.
+                group.shown.mirror_on_compute()
+        self._gathers, self._engine = self._start(scratch, dense, expert, left_alone)
+        self._waits: BucketWaits | None = None
+        if config.overlap_param_gather:
+            self._waits = BucketWaits(module, self._groups[::-1], self._gathers)
+        self._before_load: list[list[int]] = []
+        self.register_load_state_dict_pre_hook(_load_within)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_loaded_within)  # type: ignore[no-untyped-call]
+        self._own_names: frozenset[str] = frozenset({*self.__dict__, "_own_names"})
+
+    def _start(
+        self,
+        scratch: ScratchBuffers,
+        dense: DataParallelAxes,
+        expert: DataParallelAxes | None,
+        left_alone: set[int],
+    ) -> tuple[Prefetcher, Engine]:
+        """Put the buckets to work: what gathers their weights, and the engine of a step."""
+        module, config = self.module, self.config
         reducer = GradientReducer(
             [group for group in self._groups if group.requires_grad],
             scratch,
@@ -235,43 +258,26 @@ class DistributedDataParallel(_NamesInside, DataParallel):
             check_finite=config.check_for_nan_in_grad,
             largest=config.check_for_large_grads,
         )
-        for group in self._groups:
-            same = group.dtypes.grads == group.dtypes.weights
-            if same and group.requires_grad and group.mains_are_separate:
-                # `model.parameters()` are what modules compute with, and users look there.
-                group.shown.mirror_on_compute()
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         buffers = ModuleBuffers(config.broadcast_buffers, dense, expert, ignored)
         buffers.start(module, module.modules())
         # Gradients complete the last layers' buckets first, and forwards use them last.
         order = self._groups[::-1]
-        self._gathers = Prefetcher(
+        gathers = Prefetcher(
             [Unit(group.weights.title, "a bucket", [group]) for group in order],
             fixed=True,
             ahead=len(order) if config.align_param_gather else _AHEAD,
         )
-        # The root alone is a unit of the engine: what it calls is never given back.
-        self._engine = Engine(
-            [Unit("", type(module).__name__, ())],
-            reducer,
-            self._gathers,
-            guards=Guards(
-                look=ModuleWatch(
-                    self._groups,
-                    "DistributedDataParallel",
-                    "Wrap one over model.parameters() in ShardedOptimizer(optimizer, model, mesh)",
-                    left_alone,
-                ).look,
-                module_buffers=buffers if buffers.per_forward else None,
-            ),
+        watch = ModuleWatch(
+            self._groups,
+            "DistributedDataParallel",
+            "Wrap one over model.parameters() in ShardedOptimizer(optimizer, model, mesh)",
+            left_alone,
         )
-        self._waits: BucketWaits | None = None
-        if config.overlap_param_gather:
-            self._waits = BucketWaits(module, order, self._gathers)
-        self._before_load: list[list[int]] = []
-        self.register_load_state_dict_pre_hook(_load_within)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_loaded_within)  # type: ignore[no-untyped-call]
-        self._own_names: frozenset[str] = frozenset({*self.__dict__, "_own_names"})
+        guards = Guards(look=watch.look, module_buffers=buffers if buffers.per_forward else None)
+        # The root alone is a unit of the engine: what it calls is never given back.
+        root = Unit("", type(module).__name__, ())
+        return gathers, Engine([root], reducer, gathers, guards=guards)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward; updated weights are waited for where they are used."""

@@ -13,7 +13,7 @@ MAY_WAIT = {
     "check_for_nan_in_grad": "backward/agreement.py",
     "check_for_large_grads": "backward/agreement.py",
     "report_nan_in_param_grad": "backward/agreement.py",
-    "check_order": "debugging/debug_order.py",
+    "check_order": "debugging/debug_modes.py",
     "offload_policy": "weights/offloaded.py",
 }
 """Settings by which the host waits for the device, and the file that does: their pages say so."""

@@ -7,7 +7,7 @@ from lamina.fsdp.api.torch_fsdp2 import (
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
 )
-from lamina.fsdp.debugging.debug_order import RankOrderError
+from lamina.fsdp.debugging.debug_modes import RankOrderError
 from lamina.fsdp.module.sharded_module import ShardedModule
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy, WeightCodec
 from lamina.fsdp.settings.sharding_settings import ShardingSettings

@@ -223,8 +223,12 @@ class DistributedDataParallel(_NamesInside, DataParallel):
             check_experts(refs, dense, expert, model)
         scratch = ScratchBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)
+        # Weights and main grads lie in registered memory, where that was asked for.
+        self._pool: RegisteredPool | None = None
+        if config.nccl_ub and (first := next(module.parameters(), None)) is not None:
+            self._pool = registered_pool((dense, expert), first.device)
         # From here on the parameters are views of the buckets.
-        with self._memory(dense, expert):
+        with nullcontext() if self._pool is None else self._pool:
             self._groups = make_buckets(refs, config, settings, dense, expert, scratch)
         for group in self._groups:
             same = group.dtypes.grads == group.dtypes.weights
@@ -478,17 +482,6 @@ class DistributedDataParallel(_NamesInside, DataParallel):
         for group, versions in zip(self._groups, self._before_load, strict=True):
             pairs = enumerate(zip(group.compute_parameters, versions, strict=True))
             adopt_model_weights(group, (i for i, (p, old) in pairs if p._version != old))
-
-    def _memory(
-        self, dense: DataParallelAxes, expert: DataParallelAxes | None
-    ) -> AbstractContextManager[object]:
-        """Where weights and main grads are allocated."""
-        self._pool: RegisteredPool | None = None
-        first = next(self.module.parameters(), None)
-        if not self.config.nccl_ub or first is None:
-            return nullcontext()
-        self._pool = registered_pool((dense, expert), first.device)
-        return self._pool
 
 
 def _load_within(

@@ -47,8 +47,7 @@ from lamina.ddp.engine import (
     plan_layout,
     refuse_unplaced,
 )
-from lamina.fsdp.debugging.debug_order import OrderCheck
-from lamina.fsdp.debugging.debug_storage import StorageCheck
+from lamina.fsdp.debugging.debug_modes import OrderCheck, StorageCheck
 from lamina.fsdp.settings.meshes import Mesh, computing_device, model_axes, resolve_meshes
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.state.cut_regions import beside_parts

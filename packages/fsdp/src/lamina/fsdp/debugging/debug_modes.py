@@ -1,18 +1,31 @@
-"""`check_order=True`: a unit or a forward of some ranks only is named, where it would hang others.
+"""Two checks that a debugging run may pay for.
 
+`check_order=True`: a unit or a forward of some ranks only is named, where it would hang others.
 Under strategy 3 a unit's gather needs all ranks, so it runs on all of them or on none. Replicas
 (HSDP, HFSDP) gather apart and reduce together, in the order in which each ran: a unit that only
 some of them run would be summed with another. Before every gather, and at the end of every forward
 and backward, ranks tell each other where they are: a small collective per axis and a
 synchronisation each time, on communicators of their own.
+
+`check_storage=True`: whoever reads a unit's released weights is named, where it would crash. A
+Python reference to a parameter outlives the gather that the parameter was a view of. Without this
+check a read of it finds memory that was given back: the process dies, or computes with another
+unit's weights. With it, released storage is kept and filled with NaN, every operator of a forward
+is asked what it reads, and what autograd saved of a unit is compared with what lies there when
+backward comes for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from lamina.buffers import StaleStorageError, StoragePool
+from lamina.buffers.engine import SavedTensorGuard
 from lamina.collectives.engine import start_all_gather
 from lamina.ddp.engine import DataParallelAxes, Unit
+from lamina.fsdp.compat import TorchDispatchMode, tree_leaves
 
 _REMEDY = (
     "Under zero_dp_strategy=3 a unit runs on all ranks or on none: call it everywhere (on a dummy "
@@ -109,3 +122,41 @@ def _forward() -> int:
 
 def _ranks(messages: Sequence[Sequence[int]], index: int, value: int) -> list[int]:
     return [message[0] for message in messages if message[index] == value]
+
+
+class StorageCheck:
+    """Watches over reads of weights in a pool that is NaN wherever no unit lives (`poison`)."""
+
+    def __init__(self, pool: StoragePool) -> None:
+        self._pool = pool
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Entered around a forward.
+
+        StaleStorageError names the unit whose released weights are read, in the forward or by the
+        backward of what it computed.
+        """
+        with SavedTensorGuard(self._pool), _Reads(self._pool):
+            yield
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Asks of each operator whether it reads storage that no unit lives in."""
+
+    def __init__(self, pool: StoragePool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pool = pool
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema
+        views = not schema.is_mutable and any(output.alias_info for output in schema.returns)
+        for leaf in () if views else tree_leaves((args, kwargs)):
+            # The pool itself fills released storage, as bytes, which no weights are.
+            plain = type(leaf) in (torch.Tensor, torch.nn.Parameter)
+            if plain and leaf.dtype is not torch.uint8:
+                try:
+                    self._pool.owner_of(leaf)
+                except StaleStorageError as error:
+                    raise StaleStorageError(f"{func} reads released weights: {error}") from error
+        return func(*args, **(kwargs or {}))

@@ -109,6 +109,7 @@ def seed_everything(seed: int, mesh: ParallelMesh | DeviceMesh | None = None) ->
     )
     _seed_python_and_numpy(derive_seed(seed, "data", *data))
     torch.manual_seed(seeded.parameter_seed)
+    # Streams of an earlier seed would go on where they had stopped.
     _streams.clear()
     _streams["tp"] = _Stream(derive_seed(seed, "tp", stage, context, *data, *tensor))
     return seeded
@@ -127,6 +128,7 @@ def derive_seed(seed: int, *parts: object) -> int:
     Examples:
         >>> generator = torch.Generator().manual_seed(derive_seed(1234, "head.weight"))
     """
+    # A separator that no part contains, so that no two lists of parts read alike.
     text = "\x1f".join(map(str, (seed, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -171,6 +173,7 @@ def rng_stream(name: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # Also after an error: what was drawn in here was drawn from the stream.
         stream.states.update(_default_states())
         for device, state in outside.items():
             _SET_STATE[device](state)

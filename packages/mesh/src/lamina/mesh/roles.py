@@ -86,6 +86,7 @@ def mark(
         tied=tied,
         block_rows=block_rows,
     )
+    # A model marks a parameter that its layer has marked: what both say must agree.
     role = _merged(parameter, role_of(parameter), said)
     _check(parameter, role)
     _set_role(parameter, role)

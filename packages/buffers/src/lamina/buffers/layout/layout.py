@@ -169,6 +169,7 @@ class BufferLayout:
         numel = self.spec(name).numel
         if not numel:
             return ()
+        # Shards are equal, so the first and the last one follow from the elements' places.
         offset = self.offset(name)
         first = offset // self.shard_size
         last = (offset + numel - 1) // self.shard_size
@@ -197,6 +198,7 @@ class BufferLayout:
         """Runs `(start, stop)` of the buffer that belong to no tensor, ascending."""
         placed = zip(self.offsets, self.specs, strict=True)
         runs = sorted((offset, offset + spec.numel) for offset, spec in placed if spec.numel)
+        # Bounded by an empty run at either end, so that padding there is a gap as any other.
         runs = [(0, 0), *runs, (self.size, self.size)]
         return tuple((stop, start) for (_, stop), (start, _) in pairwise(runs) if stop < start)
 

@@ -401,6 +401,8 @@ class StoragePool:
         try:
             yield entry.tensor
         finally:
+            # Whoever came to life in here keeps the bytes. A poisoned block that had some has them
+            # filled.
             if block.owner is None:
                 (block.empty if released else block.release)()
 
@@ -451,6 +453,8 @@ class StoragePool:
                     block = self._fall_back(entry, epoch)
             block.grow()
             block.owner = key
+            # What autograd saved of the key is right in the generation in which its content is
+            # back.
             entry.generation += 1
             if not block.fixed:
                 self.bytes_resident += entry.nbytes
@@ -529,6 +533,7 @@ class StoragePool:
         """
         if (slots := self._slots) is None:
             raise ValueError("this pool's mode is 'resize': make it with mode='slots'")
+        # Memory of a live key must not move: its modules compute with views of it.
         live = self.live_keys()
         fixed = [key for key in live if self._entries[key].block.fixed]
         if fixed:
@@ -541,6 +546,8 @@ class StoragePool:
         moved = set()
         for key, entry in self._entries.items():
             slot = homes.get(key)
+            # A key that had a block of its own, and has no slot in the plan either, stays: its
+            # views hold.
             if slot is not entry.block and (slot is not None or entry.block.fixed):
                 self._move(entry, slot)
                 moved.add(key)

@@ -66,6 +66,7 @@ def send_recv(
     device = require_same_device(
         "send_recv", group, **{f"tensors[{place}]": tensor for place, tensor in enumerate(sends)}
     )
+    # Every rank would send to itself, which no backend does.
     if group is None or shift % size == 0:
         for copy, tensor in zip(received, sends, strict=True):
             copy.copy_(tensor)
@@ -129,6 +130,8 @@ def ring(
             f"ring {where(group)}: shift={shift} has the divisor {math.gcd(shift, size)} in common "
             f"with the {size} ranks, so tensors would not reach all of them; use 1 or -1"
         )
+    # The first set is the caller's own, and is read only. Each of the two buffers is filled while
+    # the other one is in the caller's hands and on its way.
     at_hand = tuple(tensors)
     buffers: list[tuple[torch.Tensor, ...] | None] = [None, None]
     for step in range(size):
@@ -186,6 +189,7 @@ def send_operation(
     matches by order alone. ValueError: a tensor with strides, or a peer outside the group.
     """
     _check_message("send_operation", tensor, group, peer)
+    # Recorded where bytes leave: a receive would count them twice.
     between = partial(_unless_near, peer, tensor.nbytes)
     kind = "send_operation", lane_of(group), tensor.dtype, tensor.nbytes
     issue(*kind, between=between, async_op=True)

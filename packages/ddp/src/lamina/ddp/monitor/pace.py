@@ -74,6 +74,7 @@ class Pace:
     def step(self) -> Iterator[None]:
         """Entered around a step."""
         self._count += 1
+        # Most steps pay for no ledger.
         if self._count % _TIMED:
             yield
             return
@@ -93,6 +94,7 @@ class Pace:
             self._timed = None
             between = sum(record.exposed for record in ledger.records if record.between)
             waits = self._waits(waited, between)
+        # Told once, until this rank has been as quick as the others again.
         slow = self._streak * _TIMED >= self.steps and not self._reported
         self._reported |= slow
         return [self._seconds or 0.0, float(self._seconds is not None), float(slow), *waits]
@@ -100,6 +102,8 @@ class Pace:
     def _waits(self, waited: float, between: float) -> list[float]:
         """1 if this rank waits longer than it used to; seconds now, between hosts, and before."""
         usual = statistics.median(self._usual) if len(self._usual) >= _LEAST else None
+        # What is far above the usual does not become usual, or a slow network soon would. Waits
+        # that are shorter than this rank's own work are nobody's concern.
         if usual is None or waited <= max(_GROWN * self.factor * usual, self._seconds or 0.0):
             self._usual.append(waited)
             return [0.0] * 4
@@ -111,6 +115,7 @@ class Pace:
         self.network = ""
         if self._seconds is None or ranks < 2:
             return
+        # If one rank waits no longer than before, the others wait for it and not for the network.
         self._slow_network = self._slow_network + 1 if waiting == ranks else 0
         if self._slow_network == -(-self.steps // _TIMED):
             self.network = (
@@ -118,6 +123,7 @@ class Pace:
                 f"times as long as they used to ({waited / ranks:.2g} s of a step, "
                 f"{between / waited:.0%} of it for other hosts), so none of them is the cause"
             )
+        # The sum has this rank's own seconds in it: the rest, by the others' number, is their mean.
         self._slower = self._seconds * (ranks - 1) / max(seconds - self._seconds, 1e-9)
         self._streak = self._streak + 1 if self._slower > self.factor else 0
         self._reported = self._reported and self._streak > 0

@@ -55,7 +55,7 @@ LIBRARIES = (
     Library("libcublas", 13, ("cublas",), 15),
     Library("libcublasLt", 13, ("cublas_lt",), 15),
     Library("libcudnn", 9, ("cudnn",), 3000),
-    Library("libnccl", 2, ("nccl",), 5, "", "nccl[A-Z]"),
+    Library("libnccl", 2, ("nccl", "nccl_peers", "nccl_numbers"), 5, "", "nccl[A-Z]"),
     Library("libnvrtc", 13, ("nvrtc",), 11),
     Library("libcusparse", 12, (), 10),
     Library("libcufft", 12, (), 16),

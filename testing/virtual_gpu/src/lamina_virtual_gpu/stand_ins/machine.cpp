@@ -83,9 +83,9 @@ const Settings &settings() {
     s->largest_device_copy = (size_t)(setting("VGPU_LARGEST_DEVICE_COPY_MIB", 1) * kMiB);
     s->largest_mirrored = (size_t)(setting("VGPU_LARGEST_MIRRORED_MIB", 1) * kMiB);
     s->trace = setting("VGPU_TRACE", 0) != 0;
-    s->shares = setting("VGPU_SHARE", 0) != 0;
     s->multicast = setting("VGPU_MULTICAST", gpu->multicast) != 0;
     s->order = chosen_order();
+    s->shares = setting("VGPU_SHARE", s->order != Order::none) != 0;
     s->seed = (unsigned long)setting("VGPU_SEED", 0);
     if (s->order != Order::none) s->largest_copy = s->largest_device_copy = SIZE_MAX;
     return s;

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lamina.collectives import Ledger
+from lamina.collectives.engine import Agreement
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -15,7 +16,7 @@ from lamina.ddp import (
     full_gradients,
     full_parameters,
 )
-from lamina.ddp.backward.agreement import ProducedFlags
+from lamina.ddp.backward.agreement import BadGradients, ProducedFlags
 from lamina.ddp.engine import ScratchBuffers, resolve_reduction
 from lamina.ddp.gradients.reduction import PartialSums
 from lamina.mesh import ParallelLayout
@@ -182,21 +183,30 @@ class _Flags:
 
 
 def test_flags_of_produced_gradients_lie_on_the_host_and_one_rank_asks_nobody():
-    groups = [
-        SimpleNamespace(refs=[1] * len(flags), device="cuda", trained=_Flags(flags))
-        for flags in ([True, False], [False])
-    ]
-
     class Group:
         group_desc = "a stand-in"
 
     group = Group()
+    alone, both = (
+        [
+            SimpleNamespace(
+                refs=[1] * len(flags),
+                device="cuda",
+                trained=_Flags(flags),
+                axes=SimpleNamespace(groups=lambda _, over=over: over),
+                look_for_writes=lambda: None,
+                writes=SimpleNamespace(uncompared={}),
+            )
+            for flags in ([True, False], [False])
+        ]
+        for over in ((None, None), (None, group))
+    )
 
     prepared = []
 
     class Combined:
         def __init__(self, tensors, over, op):
-            assert (over, op, len(tensors)) == (group, "max", 1)
+            assert (over, op, len(tensors)) == (group, "max", 2)
             prepared.append(self)
 
         def reduce(self, tensors):
@@ -208,13 +218,15 @@ def test_flags_of_produced_gradients_lie_on_the_host_and_one_rank_asks_nobody():
             "lamina.ddp.backward.agreement.host_device", return_value=torch.device("cpu")
         ) as place,
         mock.patch("lamina.ddp.backward.agreement.SmallReduction", Combined),
+        mock.patch("lamina.ddp.backward.agreement.common_facts_of") as common,
     ):
-        ProducedFlags(groups, [None]).agree()
+        common.return_value.differ.return_value = False
+        ProducedFlags(alone).agree(Agreement(()), BadGradients())
         assert not place.called
         assert not prepared
-        flags = ProducedFlags(groups, [None, group])
-        flags.agree()
-        flags.agree()
+        flags = ProducedFlags(both)
+        flags.agree(Agreement(()), BadGradients())
+        flags.agree(Agreement(()), BadGradients())
         place.assert_called_once_with([group], "cuda")
         assert len(prepared) == 1
-    assert [one.trained.produced_gradient for one in groups] == [[True, True], [False]]
+    assert [one.trained.produced_gradient for one in both] == [[True, True], [False]]

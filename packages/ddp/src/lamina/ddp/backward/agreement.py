@@ -8,17 +8,15 @@ only] in `lamina.ddp.group.weights`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import ProcessGroup
 
 from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives import DisagreementError
 from lamina.collectives.engine import (
     Agreement,
-    CommonFacts,
     SmallReduction,
     all_reduce_small,
     host_device,
@@ -132,55 +130,49 @@ class _Flags:
 class ProducedFlags:
     """Which parameters got a gradient on any rank: agreed upon in one small collective per group.
 
-    `groups` are alike on all those ranks, one at least. `over` are their process groups; None is
-    one rank alone, which asks nobody. `common` compares facts over them in the same messages.
+    `groups` are alike on all ranks of their data-parallel axes, one at least. One rank alone asks
+    nobody.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        over: Iterable[ProcessGroup | None],
-        common: CommonFacts | None = None,
-    ) -> None:
-        self._groups, self._common = groups, common
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
+        self._groups = groups
         self._gradients = [group.trained for group in groups]
-        several = [group for group in over if group is not None]
+        axes, device = groups[0].axes, groups[0].device
+        self._common = common_facts_of("at the end of a backward", axes, device)
+        several = [group for group in axes.groups("reduce") if group is not None]
         self._over = [GroupRef(group) for group in several]
-        self._device = host_device(several, groups[0].device) if several else None
+        self._device = host_device(several, device) if several else None
         self._reductions: list[SmallReduction] = []
 
-    def agree(self, step: Agreement | None = None, bad: BadGradients | None = None) -> BadGradients:
+    def agree(self, step: Agreement, bad: BadGradients) -> BadGradients:
         """A parameter that got a gradient on one rank got one on all; collective.
 
         `step` is what the ranks must have in common in it, as are writes to parameters (else
         DisagreementError), and `bad` is what this rank has found. The result is the worst kind that
         any rank has found, and what each of up to four of them says.
         """
-        bad = bad or BadGradients()
-        written = {} if self._common is None else self._written()
+        written = self._written()
         if not self._over:
             return bad  # one rank alone
         own = _Flags([each.produced_gradient for each in self._gradients], bad.kind)
-        # Of the facts' dtype, so that the backend can reduce both at once (see `SmallReduction`).
-        shared = [torch.tensor(own.words, dtype=torch.int64, device=self._device)]
-        step = step or Agreement(())
-        if self._common is not None:
-            writes = "parameters written outside of a step", str(written) if written else "none"
-            shared.append(self._common.words(step.with_facts(writes)))
+        writes = "parameters written outside of a step", str(written) if written else "none"
+        # Of one dtype, so that the backend can reduce both at once (see `SmallReduction`).
+        flags = torch.tensor(own.words, dtype=torch.int64, device=self._device)
+        shared = [flags, self._common.words(step.with_facts(writes))]
         if not self._reductions:
             self._reductions = [SmallReduction(shared, over.group, "max") for over in self._over]
         for reduction in self._reductions:
             reduction.reduce(shared)
-        if self._common is not None and self._common.differ(shared[1]):
+        if self._common.differ(shared[1]):
             # Of two differences a step left out is the cause, so it is named first.
             self._common.require(step)
-            self._refuse_lone_writes(self._common, written)
-        merged = own.read(shared[0].tolist())
+            self._refuse_lone_writes(written)
+        merged = own.read(flags.tolist())
         for gradients, produced in zip(self._gradients, merged.produced, strict=True):
             gradients.mark_produced(produced)
         # All ranks know the kind, and those that found it say which parameter it was.
         texts = [bad.text]
-        if merged.kind and self._common is not None:
+        if merged.kind:
             texts = self._common.said(bad.text)
         return BadGradients(merged.kind, "; ".join([text for text in texts if text][:4]))
 
@@ -195,9 +187,7 @@ class ProducedFlags:
                     written[group.refs[index].name, computed] = times if group.writes.whole else 1
         return written
 
-    def _refuse_lone_writes(
-        self, common: CommonFacts, written: Mapping[tuple[str, bool], int]
-    ) -> None:
+    def _refuse_lone_writes(self, written: Mapping[tuple[str, bool], int]) -> None:
         """Raise if some ranks have written what others have not, and values show it; collective.
 
         A rank that holds no element of a main parameter need not write to it.
@@ -222,7 +212,8 @@ class ProducedFlags:
         ]
         if lone:
             own = [f"{name} ({n} x)" for (name, _), n in written.items() if name in lone]
-            said = common.said(f"{common.here} has written {', '.join(own[:2]) or 'nothing of it'}")
+            mine = f"{self._common.here} has written {', '.join(own[:2]) or 'nothing of it'}"
+            said = self._common.said(mine)
             more = f" (and {len(lone) - 1} more parameters)" if len(lone) > 1 else ""
             raise DisagreementError(
                 f"{lone[0]}{more} was written outside of an optimizer's step on some ranks only: "
@@ -255,10 +246,7 @@ class Settlement:
     ) -> None:
         self._groups, self._scratch, self._checks = groups, scratch, checks
         self._step_facts = StepFacts()
-        self._by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
-        self._flags: dict[tuple[MeshAxis, MeshAxis], ProducedFlags] = {}
-        for group in groups:
-            self._by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
+        self._flags: list[ProducedFlags] = []  # of groups that the same ranks have
 
     def forget(self) -> None:
         """A backward has raised: what was found in its gradients is nobody's concern."""
@@ -269,12 +257,13 @@ class Settlement:
         """Agree on who has a gradient, and refuse what any rank has found; collective."""
         step, worst = self._step_facts.of(self._groups), BadGradients()
         bad = BadGradients() if self._checks is None else self._checks.look()
-        for key, groups in self._by_axes.items():
-            if key not in self._flags:
-                axes, device = groups[0].axes, groups[0].device
-                common = common_facts_of("at the end of a backward", axes, device)
-                self._flags[key] = ProducedFlags(groups, axes.groups("reduce"), common)
-            worst = max(worst, self._flags[key].agree(step, bad))
+        if not self._flags:  # not before a backward has ended: communicators are made for it
+            by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
+            for group in self._groups:
+                by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
+            self._flags = [ProducedFlags(groups) for groups in by_axes.values()]
+        for flags in self._flags:
+            worst = max(worst, flags.agree(step, bad))
         # Not before the last message: all ranks send as many, whatever they have found.
         worst.refuse()
         self._scratch.clear()

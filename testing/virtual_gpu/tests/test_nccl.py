@@ -326,3 +326,58 @@ os.kill(os.getpid(), signal.SIGKILL) if rank else os._exit(0)
     with pytest.raises(AssertionError, match="SIGKILL"):
         on_ranks(2, text)
     assert sorted(os.listdir("/dev/shm")) == before
+
+
+SYMMETRIC = """
+import torch.distributed._symmetric_memory as symmetric
+
+block = symmetric.empty(1000, dtype=torch.float32, device=device)
+shared = symmetric.rendezvous(block, dist.group.WORLD)
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_read_and_write_each_others_symmetric_memory(on_ranks, ranks):
+    text = """
+shared.barrier()
+seen = []
+for turn in range(3):
+    block.copy_(torch.full((1000,), 10.0 * turn + rank))
+    shared.barrier(channel=turn % 2)
+    for peer in range(ranks):
+        copy = torch.empty(4, device=device)
+        copy.copy_(shared.get_buffer(peer, (4,), torch.float32, 996))
+        seen.append(copy.cpu()[3].item())
+    shared.barrier(channel=1)
+right = shared.get_buffer((rank + 1) % ranks, (1000,), torch.float32)
+shared.barrier()
+right.copy_(torch.full((1000,), -1.0 - rank))
+shared.barrier()
+end([seen, block.cpu()[:2].tolist(), shared.multicast_ptr != 0])
+"""
+    # The ranks share multicast memory too, which only kernels can reach.
+    turns = [10.0 * turn + rank for turn in range(3) for rank in range(ranks)]
+    assert on_ranks(ranks, SYMMETRIC + text) == [turns, [-float(ranks)] * 2, True]
+
+
+def test_a_signal_is_waited_for_and_a_barrier_without_a_peer_fails_after_its_time(on_ranks):
+    text = """
+if rank == 1:
+    block.copy_(torch.full((1000,), 7.0))
+    shared.put_signal(0)
+    time.sleep(3)
+else:
+    shared.wait_signal(1)
+    copy = torch.empty(1000, device=device)
+    copy.copy_(shared.get_buffer(1, (1000,), torch.float32))
+    seen = copy.cpu()[0].item()
+    shared.barrier(timeout_ms=200)
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(json.dumps([seen, str(error).splitlines()[0]]), flush=True)
+os._exit(0)
+"""
+    seen, message = on_ranks(2, "import time\n" + SYMMETRIC + text)
+    assert seen == 7
+    assert "launch failure" in message

@@ -95,6 +95,20 @@ static int launch(const void *handle, Dim3 grid, Dim3 block, void **arguments, S
   return kSuccess;
 }
 
+Work work_of_signals(const std::string &name, void **arguments);  // signals.cpp
+
+// A kernel that torch has compiled: nearly all only take time, and those by which ranks signal to each other do so.
+static int launch_compiled(const void *handle, Dim3 grid, Dim3 block, void **arguments, Stream *stream) {
+  Work signals;
+  {
+    LOCKED;
+    signals = work_of_signals(kernel_of(handle)->name, arguments);
+  }
+  const int status = launch(handle, grid, block, arguments, stream);
+  if (signals && !status) enqueue_work(stream, "signals of symmetric memory", signals);
+  return status;
+}
+
 void run_product(Stream *stream, const char *what, double operations, double bytes, double rate) {
   LOCKED;
   const double seconds = std::max({settings().shortest_kernel, operations / rate, bytes / settings().memory_rate});
@@ -135,7 +149,7 @@ EXPORT int __cudaGetKernel(Kernel **out, const void *stub) {
   return kSuccess;
 }
 EXPORT int __cudaLaunchKernel(Kernel *kernel, Dim3 grid, Dim3 block, void **arguments, size_t, Stream *stream) {
-  return launch(kernel, grid, block, arguments, stream);
+  return launch_compiled(kernel, grid, block, arguments, stream);
 }
 
 struct Pending {
@@ -162,7 +176,7 @@ EXPORT int __cudaPopCallConfiguration(Dim3 *grid, Dim3 *block, size_t *shared, S
 // ---- launches
 
 EXPORT int cudaLaunchKernel(const void *stub, Dim3 grid, Dim3 block, void **arguments, size_t, Stream *stream) {
-  return launch(stub, grid, block, arguments, stream);
+  return launch_compiled(stub, grid, block, arguments, stream);
 }
 EXPORT int cudaLaunchCooperativeKernel(const void *stub, Dim3 grid, Dim3 block, void **arguments, size_t, Stream *stream) {
   return launch(stub, grid, block, arguments, stream);

@@ -139,6 +139,7 @@ bool reaches(const MarkPointer &mark);                     // without the lock: 
 void reach_end_of(struct ::Stream *stream);                // without the lock
 void reach_end_of_all();                                   // without the lock
 bool has_failed();                                         // whether work has failed; the process's streams are lost then
+void fail(const char *what, const char *reason);
 // Another process's work may wait for this one's: from now on a thread runs what is due while the host does other things.
 void keep_running();
 

@@ -449,6 +449,30 @@ EXPORT int cuMemImportFromShareableHandle(Physical **out, void *handle, int type
   *out = new Physical{0, (size_t)bytes, -1, file};
   return kSuccess;
 }
+// Multicast: one address for the memory of all devices of a group. It can be made, exported and mapped as torch does. Only kernels read and write through
+// it, with instructions of their own, and none of them is computed; so what is bound to it is not noted.
+struct MulticastProperties {  // CUmulticastObjectProp
+  unsigned devices;
+  size_t bytes;
+  unsigned long long handle_types, flags;
+};
+EXPORT int cuMulticastGetGranularity(size_t *out, const MulticastProperties *, int) {
+  *out = kGranule;
+  return kSuccess;
+}
+EXPORT int cuMulticastCreate(Physical **out, const MulticastProperties *wanted) {
+  LOCKED;
+  CALL(cuMulticastCreate);
+  if (!settings().multicast || !settings().shares) return kNotSupported;
+  const int file = memfd_create("virtual-gpu-multicast", MFD_CLOEXEC);
+  if (ftruncate(file, (off_t)wanted->bytes)) perror("virtual GPU: ftruncate");
+  *out = new Physical{0, wanted->bytes, -1, file};  // it takes no memory of a device
+  return kSuccess;
+}
+EXPORT int cuMulticastAddDevice(Physical *, int) { return kSuccess; }
+EXPORT int cuMulticastBindMem(Physical *, size_t, Physical *, size_t, size_t, unsigned long long) { return kSuccess; }
+EXPORT int cuMulticastUnbind(Physical *, int, size_t, size_t) { return kSuccess; }
+
 EXPORT int cuMemGetAddressRange_v2(uintptr_t *base, size_t *bytes, uintptr_t address) {
   LOCKED;
   uintptr_t start;

@@ -5,6 +5,7 @@
 //   late         when something waits for it: for a stream, an event, the device, or what was copied to pageable memory
 //   adversarial  as eager streams (at once) and lazy ones (late) that VGPU_SEED chooses, and chooses anew now and then
 #include <dlfcn.h>
+#include <stdio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -28,6 +29,10 @@ static auto &changed = *new std::condition_variable_any;  // threads of torch ou
 
 bool computes() { return settings().order != Order::none; }
 bool has_failed() { return failed; }
+void fail(const char *what, const char *reason) {
+  fprintf(stderr, "virtual GPU: %s failed when its stream came to it: %s\n", what, reason);
+  failed = true;
+}
 
 // A thread that waits here for another one's work must not keep Python's lock: the work may be Python's.
 class WithoutPython {

@@ -318,8 +318,8 @@ FINDINGS = [
     Bug(
         "11 (a norm that tp ranks share for their heads gets no sum of gradients): that of queries",
         "models/attention/attention.py",
-        "self.query_norm = RMSNorm(width, config.norm_eps, partial=sharded)",
-        "self.query_norm = RMSNorm(width, config.norm_eps, partial=False)",
+        "self.query_norm = norm.make(width, config.norm_eps, partial=sharded)",
+        "self.query_norm = norm.make(width, config.norm_eps, partial=False)",
         "models/tests/test_tensor_parallel.py::test_training_equals_one_process_in_float64",
         only="qwen",
         typed="stages-8",

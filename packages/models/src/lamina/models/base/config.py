@@ -267,6 +267,7 @@ class TransformerConfig:
         tie_embeddings: the output head uses the embedding's weight.
         dropout: dropout of embeddings and of the results of attention and MLP.
         attention_dropout: dropout of attention probabilities.
+        embedding_dropout: dropout of embeddings; as `dropout` if None.
         sliding_window: the number of tokens, itself included, that a token attends to; None is all
             tokens before it.
         attention_scale: the factor of the scores before the softmax; by default one over the root
@@ -344,6 +345,7 @@ class TransformerConfig:
     tie_embeddings: bool = False
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    embedding_dropout: float | None = None
     sliding_window: int | None = None
     attention_scale: float | None = None
     attention_path: AttentionPath = "auto"
@@ -433,8 +435,8 @@ class TransformerConfig:
         require_at_least(1, self, *sizes, "vocab_multiple")
         optional = ("num_kv_heads", "head_dim", "ffn_size", "sliding_window", "loss_chunk")
         require_at_least(1, self, *optional, optional=True)
-        for name in ("dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
+        for name in ("dropout", "attention_dropout", "embedding_dropout"):
+            if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be in [0, 1)")
         require_positive(self, "norm_eps", "rope_theta", "init_std", "rotary_fraction")
         require_positive(self, "embedding_scale", "residual_scale", "logit_scale")

@@ -23,7 +23,7 @@ class WeightLink:
         rows_added: rows at the end of ours that theirs does not have (vocabulary padding).
         stack: ours is a stack of this many matrices, `[stack, rows, ...]`; None is one matrix.
         in_memory: the name of the tensor of the same shape in a `transformers` model in memory,
-            if that differs from the names in files.
+            or names in place of `theirs`, if these differ from the names in files.
     """
 
     ours: str
@@ -33,7 +33,7 @@ class WeightLink:
     order: tuple[int, ...] | None = None
     rows_added: int = 0
     stack: int | None = None
-    in_memory: str | None = None
+    in_memory: str | tuple[str, ...] | None = None
 
     def to_theirs(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Make their tensors from our whole one."""
@@ -96,7 +96,9 @@ class WeightLink:
         except KeyError:
             if self.in_memory is None:
                 raise
-        return tensor(self.in_memory)
+        if isinstance(self.in_memory, str):
+            return tensor(self.in_memory)
+        return self.to_ours([tensor(name) for name in self.in_memory])
 
 
 def linked(ours: str, *theirs: str, bias: bool = False, **how: Any) -> Iterator[WeightLink]:

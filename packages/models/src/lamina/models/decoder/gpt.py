@@ -101,7 +101,8 @@ class GPTModel(KeepsRoles):
                 partial=partial,
                 init_std=config.init_std,
             )
-        self.dropout = Dropout(config.dropout, self.axis, sharded=partial)
+        rate = config.dropout if config.embedding_dropout is None else config.embedding_dropout
+        self.dropout = Dropout(rate, self.axis, sharded=partial)
         if config.moe is not None and axis is not None and self.expert_axes.tp is None:
             # Experts are cut as the other weights are.
             self.expert_axes = ExpertAxes.of(axis, sequence_parallel=config.sequence_parallel)

@@ -80,10 +80,10 @@ def shortened(words: Collection[str], limit: int = 6) -> str:
 def refuse_other_classes(kind: str, source: Mapping[str, Any]) -> None:
     """Raise ValueError if `architectures` names classes of another type than `model_type` does."""
     names = "|".join(("For[a-z]+", "LMHeadModel", "DoubleHeadsModel", "PreTrainedModel", "Model"))
-    own = re.compile(f"{kind.replace('_', '')}({names})", re.IGNORECASE)
+    own = re.compile(f"{kind.replace('_', '')}_?({names})", re.IGNORECASE)
     said = source.get("architectures") or ()
     classes = said if isinstance(said, list | tuple) else [said]
-    if others := [name for name in classes if not own.fullmatch(str(name))]:
+    if others := [name for name in classes if not own.fullmatch(str(name).replace("_", ""))]:
         raise ValueError(
             f"config.json says model_type={kind!r} and architectures={others!r}, which is a class "
             "of another type: it may compute something else with tensors of the same names. Make "

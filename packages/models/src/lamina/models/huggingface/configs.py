@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from lamina.models.attention.attention import MultiHeadAttention, variant_of
@@ -14,14 +13,16 @@ from lamina.models.base.config import (
 )
 from lamina.models.base.configs.elements import ActivationName
 from lamina.models.base.configs.mamba import MambaConfig
-from lamina.models.base.configs.rope import RopeScaling, yarn_magnitude
 from lamina.models.huggingface.config_fields import (
     AS_IT_IS,
     ConfigFields,
     refuse_other_classes,
     shortened,
 )
-from lamina.models.huggingface.moe import EXPERT_FIELDS, read_moe, written_moe
+from lamina.models.huggingface.known_types import KNOWN, type_of
+from lamina.models.huggingface.model_types import ModelType
+from lamina.models.huggingface.moe import EXPERT_FIELDS, read_moe, warn_of_capacity, written_moe
+from lamina.models.huggingface.rope import read_scaling, rope_of, with_scale, written_rope
 from lamina.models.huggingface.weight_maps import model_type
 
 _ARCHITECTURES = {
@@ -37,8 +38,12 @@ _ARCHITECTURES = {
 }
 
 
-def huggingface_config(config: TransformerConfig) -> dict[str, Any]:
+def huggingface_config(
+    config: TransformerConfig, types: Sequence[ModelType] = ()
+) -> dict[str, Any]:
     """Write the `config.json` of the Hugging Face model that has the config's weights.
+
+    `types` are further ones, which are found by `config.huggingface_type`.
 
     Raises:
         ValueError: if no architecture known here has the config's features.
@@ -47,7 +52,13 @@ def huggingface_config(config: TransformerConfig) -> dict[str, Any]:
         >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
         >>> fields = huggingface_config(config)
     """
-    kind = model_type(config)
+    kind = model_type(config, types)
+    if (known := type_of(kind, types)) is not None:
+        written = {"architectures": [known.architecture], "model_type": kind, **known.write(config)}
+        if config.moe is not None:
+            warn_of_capacity(config.moe)
+        known.check(config, _read(written, {}, types))
+        return written
     common: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[kind]] if kind in _ARCHITECTURES else [],
         "model_type": kind,
@@ -86,7 +97,7 @@ def _written_llama(kind: str, config: TransformerConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_sequence_length,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": _written_rope(config),
+        "rope_parameters": written_rope(config),
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         "attention_dropout": config.attention_dropout,
@@ -104,36 +115,19 @@ def _written_llama(kind: str, config: TransformerConfig) -> dict[str, Any]:
     return written
 
 
-def _written_rope(config: TransformerConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling
-    written: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if scaling is None:
-        return written
-    written |= {"rope_type": scaling.kind, "factor": scaling.factor}
-    names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
-    written |= {name: getattr(scaling, name) for name in names.get(scaling.kind, ())}
-    if scaling.kind != "linear":
-        written["original_max_position_embeddings"] = scaling.original_length
-    if scaling.kind == "yarn":
-        written["attention_factor"] = scaling.magnitude
-        written |= {} if scaling.truncate else {"truncate": False}
-        if config.attention_scale is not None:
-            # DeepSeek folds a factor into the softmax scale: solve for what it is written as.
-            ratio = math.sqrt(config.attention_scale * math.sqrt(config.head_width))
-            written["mscale_all_dim"] = (ratio - 1.0) / (0.1 * math.log(scaling.factor))
-    return written
-
-
 def config_from_huggingface(
-    source: Mapping[str, Any], *, variants: Sequence[type[AttentionVariant]] = ()
+    source: Mapping[str, Any],
+    *,
+    variants: Sequence[type[AttentionVariant]] = (),
+    types: Sequence[ModelType] = (),
 ) -> TransformerConfig:
     """Read the contents of a `config.json`.
 
     Args:
-        source: of a gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, deepseek_v3 or mamba2
-            model; older files (`rope_theta` and `rope_scaling` beside each other) are read as
-            well.
+        source: of a model of a type that `docs/models.md` lists; older files (`rope_theta` and
+            `rope_scaling` beside each other) are read as well.
         variants: further kinds of attention, which are found by their `huggingface_type`.
+        types: further types, which are found by their `name`.
 
     Raises:
         ValueError: for another architecture, a feature that `TransformerConfig` lacks, or a name
@@ -147,18 +141,31 @@ def config_from_huggingface(
     kinds: list[type[AttentionVariant]] = [LatentAttention, *variants]
     own = {str(variant.huggingface_type): variant for variant in kinds}
     try:
-        return _read(source, own)
+        return _read(source, own, types)
     except ValueError as error:
         error.args = (f"{error}{AS_IT_IS}",)
         raise
 
 
 def _read(
-    source: Mapping[str, Any], own: Mapping[str, type[AttentionVariant]]
+    source: Mapping[str, Any],
+    own: Mapping[str, type[AttentionVariant]],
+    types: Sequence[ModelType] = (),
 ) -> TransformerConfig:
     kind = source.get("model_type")
+    if (other := type_of(kind, types)) is not None:
+        refuse_other_classes(other.architecture.partition("For")[0], source)
+        fields = ConfigFields(source)
+        config = TransformerConfig(**other.read(fields))
+        if other.latent:
+            config = with_scale(config, LatentAttention, rope_of(fields))
+        derived = _derived(config, source)
+        for name in (*other.layers, *(() if other.latent else ("num_key_value_heads",))):
+            derived.pop(name, None)
+        fields.refuse_unread(derived, ("model_type", *other.ignored))
+        return config
     if kind not in _ARCHITECTURES and kind not in own:
-        known = ", ".join({**_ARCHITECTURES, **own})
+        known = ", ".join({**_ARCHITECTURES, **KNOWN, **own})
         raise ValueError(f"model_type is {kind!r}: known are {known}. {_beyond_known(source)}")
     if kind in _ARCHITECTURES:
         refuse_other_classes(kind, source)
@@ -199,6 +206,11 @@ def _beyond_known(source: Mapping[str, Any]) -> str:
             asked.names_read.discard("hidden_act")
         asked.names_read |= {"model_type", "layer_types", *_FOLLOWS.get(kind, ())}
         pieces[kind] = ConfigFields(features).unread(asked.names_read)
+    features = {name: value for name, value in source.items() if value}
+    for other in KNOWN.values():
+        missing = ConfigFields(features).unread(other.names_read)
+        wrong = {n for n, only in other.refused.items() if features.get(n, only) != only}
+        pieces[other.name] = missing + [f"{name}={features[name]!r}" for name in sorted(wrong)]
     nearest = min(pieces, key=lambda kind: len(pieces[kind]))
     if not pieces[nearest]:
         try:
@@ -270,7 +282,7 @@ def _read_llama_like(
     kind: str, source: Mapping[str, Any], variant: type[AttentionVariant]
 ) -> TransformerConfig:
     bias = kind == "qwen2" or bool(source.get("attention_bias", False))
-    rope = _rope_of(source)
+    rope = rope_of(source)
     config = TransformerConfig(
         vocab_size=source["vocab_size"],
         hidden_size=source["hidden_size"],
@@ -280,7 +292,7 @@ def _read_llama_like(
         max_sequence_length=source["max_position_embeddings"],
         norm_eps=source.get("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta", 10_000.0),
-        rope_scaling=_read_scaling(rope, source),
+        rope_scaling=read_scaling(rope, source),
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         attention_bias=bias,
         attention_output_bias=False if kind == "qwen2" else None,
@@ -292,7 +304,7 @@ def _read_llama_like(
         **variant.read_huggingface(source),
         moe=read_moe(kind, source),
     )
-    return _with_scale(config, variant, rope)
+    return with_scale(config, variant, rope)
 
 
 def _read_window(kind: str, source: Mapping[str, Any]) -> int | None:
@@ -322,65 +334,6 @@ def _read_window(kind: str, source: Mapping[str, Any]) -> int | None:
             "and TransformerConfig has one kind of layer"
         )
     return window if full == 0 else None
-
-
-def _rope_of(source: Mapping[str, Any]) -> dict[str, Any]:
-    rope = dict(source.get("rope_parameters") or source.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", source.get("rope_theta", 10_000.0))
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    unknown = {name: value for name, value in rope.items() if name not in _ROPE}
-    if unknown or rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise ValueError(
-            f"rope_parameters (or rope_scaling) has {unknown or rope}, which nothing here reads: "
-            "the positions would not be those of the model. Take it out of config.json if it "
-            "changes nothing"
-        )
-    return rope
-
-
-_SCALING = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
-_ROPE = {
-    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "finetuned"),
-    *("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor", *_SCALING),
-}
-"""All names that RoPE may have. `finetuned` says where the numbers come from, and nothing else."""
-
-
-def _read_scaling(rope: Mapping[str, Any], source: Mapping[str, Any]) -> RopeScaling | None:
-    kind = rope["rope_type"]
-    if kind == "default":
-        return None
-    if kind not in ("linear", "llama3", "yarn"):
-        raise ValueError(f"rope_type is {kind!r}: known are default, linear, llama3 and yarn")
-    original = "original_max_position_embeddings"
-    scaling = {name: rope[name] for name in _SCALING if rope.get(name) is not None}
-    if kind != "linear":
-        length = source.get(original) or rope.get(original) or source["max_position_embeddings"]
-        scaling["original_length"] = length
-    return RopeScaling(
-        kind=kind, factor=rope["factor"], attention_factor=_read_magnitude(rope), **scaling
-    )
-
-
-def _read_magnitude(rope: Mapping[str, Any]) -> float | None:
-    if rope["rope_type"] != "yarn" or rope.get("attention_factor") is not None:
-        return rope.get("attention_factor")
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        weights = rope["mscale"], rope["mscale_all_dim"]
-        above, below = (yarn_magnitude(rope["factor"], weight) for weight in weights)
-        return above / below
-    return None
-
-
-def _with_scale(
-    config: TransformerConfig, variant: type[AttentionVariant], rope: Mapping[str, Any]
-) -> TransformerConfig:
-    """The config with the scale of scores that YaRN's magnitude is folded into, if it is."""
-    folded = variant.yarn_scales_scores and rope.get("mscale_all_dim")
-    if not folded or rope["rope_type"] == "default":
-        return config
-    magnitude = yarn_magnitude(rope["factor"], rope["mscale_all_dim"])
-    return replace(config, attention_scale=magnitude**2 / math.sqrt(config.head_width))
 
 
 # Sizes by their names in `config.json`; files may lack the second kind.

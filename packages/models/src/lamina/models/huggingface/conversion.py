@@ -15,6 +15,7 @@ from lamina.models.base.mesh_axes import MeshLike, cut_weight, join_weight
 from lamina.models.decoder.gpt import GPTModel, require_gpt
 from lamina.models.huggingface.config_fields import AS_IT_IS, shortened
 from lamina.models.huggingface.configs import config_from_huggingface
+from lamina.models.huggingface.model_types import ModelType
 from lamina.models.huggingface.sources import SourceTensors, open_source
 from lamina.models.huggingface.weight_maps import WeightLink, weight_map
 from lamina.models.moe.expert_axes import ExpertAxes
@@ -25,6 +26,7 @@ def to_huggingface(
     state: Mapping[str, Tensor] | None = None,
     *,
     names: Literal["files", "memory"] = "files",
+    types: Sequence[ModelType] = (),
 ) -> dict[str, Tensor]:
     """Return a model's weights with the names and shapes of Hugging Face's.
 
@@ -34,6 +36,7 @@ def to_huggingface(
         state: this rank's parameters by name, instead of the model's own. Buffers may be missing.
         names: those of Hugging Face's `files`, or those of a `transformers` model (from version 5)
             in `memory`, for its `load_state_dict`. They differ for experts only.
+        types: types of your own, which are found by `config.huggingface_type`.
 
     Returns:
         Tensors by Hugging Face's names, on the model's device, without a tied head. Together with
@@ -49,25 +52,28 @@ def to_huggingface(
         >>> tensors = to_huggingface(GPTModel(config))
     """
     model = require_gpt(model, "to_huggingface()")
-    _refuse_unlinked(model)
+    _refuse_unlinked(model, types)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     state = {**parameters, **buffers} if state is None else state
     exported: dict[str, Tensor] = {}
-    for link in weight_map(model.config):
+    for link in weight_map(model.config, types):
         if link.ours in buffers and link.ours not in state:
             continue
         tensor, like = state[link.ours].detach(), parameters.get(link.ours)
         whole = tensor if like is None else _whole(tensor, like, model.axis, model.expert_axes)
+        theirs: tuple[str, ...] = link.theirs
         if names == "memory" and link.in_memory is not None:
-            exported[link.in_memory] = whole
-        else:
-            exported.update(zip(link.theirs, link.to_theirs(whole), strict=True))
+            if isinstance(link.in_memory, str):
+                exported[link.in_memory] = whole
+                continue
+            theirs = link.in_memory
+        exported.update(zip(theirs, link.to_theirs(whole), strict=True))
     return exported
 
 
-def _refuse_unlinked(model: GPTModel) -> None:
+def _refuse_unlinked(model: GPTModel, types: Sequence[ModelType]) -> None:
     """Raise ValueError for parameters that are no tensor of Hugging Face's: they would be lost."""
-    linked = {link.ours for link in weight_map(model.config)}
+    linked = {link.ours for link in weight_map(model.config, types)}
     if left := [name for name, _ in model.named_parameters() if name not in linked]:
         raise ValueError(
             f"{shortened(left, 3)} of {type(model).__name__} have no names in Hugging Face's "
@@ -96,6 +102,7 @@ def from_huggingface(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     variants: Sequence[type[AttentionVariant]] = (),
+    types: Sequence[ModelType] = (),
 ) -> GPTModel:
     """Build a model with the weights of a Hugging Face model.
 
@@ -105,6 +112,7 @@ def from_huggingface(
         dtype: of the model; by default as in the source.
         device: where the model is.
         variants: kinds of attention of your own, which are found by their `huggingface_type`.
+        types: types of your own, which are found by their `name`.
 
     Raises:
         ValueError: for an architecture that is not known here, for quantised weights, for tensors
@@ -113,13 +121,14 @@ def from_huggingface(
         ImportError: for a directory, without `safetensors` installed.
     """
     written, tensors = open_source(source)
-    config = config_from_huggingface(written, variants=variants)
+    config = config_from_huggingface(written, variants=variants, types=types)
     with torch.device("meta"):
         model = GPTModel(config, mesh, seed=0)
-    links = weight_map(config)
-    _refuse_unlinked(model)
-    table = links[0].theirs[0]
-    model.to_empty(device=device).to(dtype=dtype or tensors.read(table).dtype)
+    links = weight_map(config, types)
+    _refuse_unlinked(model, types)
+    tables = (*links[0].theirs, *(links[0].in_memory or ()))
+    table = next((name for name in tables if name in tensors), tables[0])
+    model.to_empty(device=device).to(dtype=dtype or _whole_of(links[0], tensors).dtype)
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for link in links:

@@ -6,11 +6,13 @@ stacks the experts in one tensor, and Mixtral's names differ too. A `WeightLink`
 
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.moe import MoEConfig
-from lamina.models.base.weight_link import WeightLink, linked
+from lamina.models.base.weight_link import WeightLink
+from lamina.models.layers.mlp import DenseMLP
 
 EXPERT_FIELDS = (
     *("num_experts_per_tok", "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
@@ -58,25 +60,28 @@ def moe_links(
     """Link a layer's router, experts and shared experts.
 
     `kind` is that of `moe_model_type`; `ours` and `theirs` are prefixes of names, `blocks.0.mlp`
-    and `model.layers.0`.
+    and `model.layers.0.mlp`.
     """
     inner, hidden = _inner(config, moe), config.hidden_size
-    files = f"{theirs}.block_sparse_moe" if kind == "mixtral" else f"{theirs}.mlp"
-    memory = f"{theirs}.mlp"
+    files, memory = theirs, theirs
+    if kind == "mixtral":
+        files = f"{theirs.removesuffix('.mlp')}.block_sparse_moe"
     yield WeightLink(
         f"{ours}.router.weight", (f"{files}.gate.weight",), in_memory=f"{memory}.gate.weight"
     )
     if moe.bias_rate is not None:
         yield WeightLink(f"{ours}.router.expert_bias", (f"{files}.gate.e_score_correction_bias",))
-    gate, up, down = _PROJECTIONS[kind]
+    *inputs, down = _PROJECTIONS.get(kind, _PROJECTIONS["qwen3_moe"])
+    if not config.gated:
+        inputs = inputs[1:]
     experts = range(moe.num_experts)
-    names = [f"{files}.experts.{e}.{part}.weight" for e in experts for part in (gate, up)]
+    names = [f"{files}.experts.{e}.{part}.weight" for e in experts for part in inputs]
     yield WeightLink(
         f"{ours}.experts.up",
         tuple(names),
         rows=(inner,) * len(names),
         stack=moe.num_experts,
-        in_memory=f"{memory}.experts.gate_up_proj",
+        in_memory=f"{memory}.experts.{'gate_up_proj' if config.gated else 'up_proj'}",
     )
     yield WeightLink(
         f"{ours}.experts.down",
@@ -87,13 +92,12 @@ def moe_links(
     )
     if moe.shared_ffn_size is not None:
         shared = f"{files}.shared_experts"
-        fused, rows = (f"{shared}.gate_proj", f"{shared}.up_proj"), (moe.shared_ffn_size,) * 2
-        yield from linked(f"{ours}.shared.up", *fused, rows=rows)
-        yield from linked(f"{ours}.shared.down", f"{shared}.down_proj")
+        own = replace(config, ffn_size=moe.shared_ffn_size, mlp_bias=False)
+        yield from DenseMLP().huggingface_links(own, f"{ours}.shared", shared)
 
 
-def written_moe(config: TransformerConfig, moe: MoEConfig, kind: str) -> dict[str, Any]:
-    """Settings of experts in `config.json`; warns of a capacity, which it cannot express."""
+def warn_of_capacity(moe: MoEConfig) -> None:
+    """Warn of a capacity, which no `config.json` can express."""
     if moe.capacity_factor is not None:
         warnings.warn(
             f"capacity_factor is {moe.capacity_factor}: experts drop copies here, in evaluation "
@@ -101,6 +105,11 @@ def written_moe(config: TransformerConfig, moe: MoEConfig, kind: str) -> dict[st
             "compare evaluate with capacity_factor=None",
             stacklevel=4,
         )
+
+
+def written_moe(config: TransformerConfig, moe: MoEConfig, kind: str) -> dict[str, Any]:
+    """Settings of experts in `config.json`; warns of a capacity, which it cannot express."""
+    warn_of_capacity(moe)
     inner = _inner(config, moe)
     if kind == "mixtral":
         return {

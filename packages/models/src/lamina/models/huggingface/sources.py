@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.models.huggingface.config_fields import AS_IT_IS, shortened
+from lamina.models.huggingface.known_types import type_of
 
 
 class SourceTensors:
@@ -25,6 +26,10 @@ class SourceTensors:
         self._unread = set(self._names)
         self._read_one = read_one
         self._derived = _DERIVED + (_MASKS if kind == "gpt2" else ())
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of exactly this name."""
+        return name in self._names
 
     def read(self, name: str) -> Tensor:
         """A tensor by its name, or by the name that a base model gives it; KeyError if it lacks."""
@@ -68,7 +73,8 @@ def open_source(source: str | Path | nn.Module) -> tuple[Mapping[str, Any], Sour
     written: dict[str, Any] = source.config.to_dict()  # type: ignore[union-attr, operator]
     kind = written.get("model_type")
     own = getattr(getattr(source, "config_class", None), "model_type", None)
-    if own and own != kind:
+    shared = (known := type_of(kind)) is not None and known.architecture == title
+    if own and own != kind and not shared:
         raise ValueError(
             f"{title} is a model of type {own!r}, and its config says model_type={kind!r}: it "
             f"would be read as another model{AS_IT_IS}"

@@ -1,19 +1,37 @@
 """The correspondence between a model's parameters and the tensors of Hugging Face's models."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lamina.models.attention.attention import MultiHeadAttention, variant_of
-from lamina.models.base.config import AttentionVariant, TransformerConfig
+from lamina.models.base.config import AttentionVariant, LayerPart, TransformerConfig
 from lamina.models.base.weight_link import WeightLink, linked
+from lamina.models.decoder.layer_stack import parts_of
+from lamina.models.huggingface.known_types import type_of
+from lamina.models.huggingface.model_types import ModelType
 from lamina.models.huggingface.moe import moe_links, moe_model_type
+from lamina.models.layers.mlp import feed_forward_of
+from lamina.models.layers.norms import norm_of
+from lamina.models.mamba.block import Mamba2
+from lamina.models.moe.layer import Experts
 
 __all__ = ["WeightLink", "model_type", "weight_map"]
 
 
-def model_type(config: TransformerConfig) -> str:
-    """Name the Hugging Face architecture with the config's features; ValueError if none has all."""
+def model_type(config: TransformerConfig, types: Sequence[ModelType] = ()) -> str:
+    """Name the Hugging Face architecture with the config's features; ValueError if none has all.
+
+    `types` are further ones, which are found by `config.huggingface_type`.
+    """
+    if config.huggingface_type is not None:
+        if type_of(config.huggingface_type, types) is None:
+            raise ValueError(
+                f"huggingface_type is {config.huggingface_type!r}, which is not known here: give "
+                "None, or its ModelType"
+            )
+        return config.huggingface_type
+    _refuse_new_fields(config)
     if set(config.pattern) != {"T"}:
         return _stack_type(config)
     variant = variant_of(config)
@@ -47,6 +65,24 @@ _GPT2: dict[str, Any] = {
 }  # fmt: skip
 _LLAMA_LIKE: dict[str, Any] = {
     "positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "post_norm": False,
+}  # fmt: skip
+
+
+def _refuse_new_fields(config: TransformerConfig) -> None:
+    """Raise ValueError for parts that only types with a name of their own have."""
+    if config.qk_norm == "whole":
+        raise ValueError("qk_norm is 'whole': name a type of transformers as huggingface_type")
+    for name, default in _OF_OTHER_TYPES.items():
+        if (value := getattr(config, name)) != default:
+            raise ValueError(
+                f"{name} is {value!r}: of the architectures known here only some have that, none "
+                "of which can be told from it; name one as TransformerConfig(huggingface_type=...)"
+            )
+
+
+_OF_OTHER_TYPES = {
+    "layers": None, "mlp": None, "pre_norm": True, "parallel_mlp": None, "rotary_fraction": 1.0,
+    "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
 }  # fmt: skip
 
 
@@ -99,8 +135,14 @@ def _stack_type(config: TransformerConfig) -> str:
     )
 
 
-def weight_map(config: TransformerConfig) -> tuple[WeightLink, ...]:
+def weight_map(
+    config: TransformerConfig, types: Sequence[ModelType] = ()
+) -> tuple[WeightLink, ...]:
     """Link each parameter of a model with this config to Hugging Face's tensors.
+
+    Args:
+        config: the model's.
+        types: further types, which are found by `config.huggingface_type`.
 
     Raises:
         ValueError: if no architecture known here has the config's features.
@@ -109,10 +151,15 @@ def weight_map(config: TransformerConfig) -> tuple[WeightLink, ...]:
         >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
         >>> links = weight_map(config)
     """
+    kind = model_type(config, types)
+    if (known := type_of(kind, types)) is not None:
+        return tuple(known.links(config, _like_llama(config, kind)))
+    if kind != "gpt2" and kind != "mamba2":
+        return tuple(_like_llama(config, kind))
     blocks, table, norm = {
         "gpt2": (_gpt2, "transformer.wte", "transformer.ln_f"),
         "mamba2": (_mamba2, "backbone.embeddings", "backbone.norm_f"),
-    }.get(model_type(config), (_llama_like, "model.embed_tokens", "model.norm"))
+    }[kind]
     added = config.padded_vocab_size - config.vocab_size
     links = [*linked("embedding", table, rows_added=added), *blocks(config)]
     links += linked("final_norm", norm, bias=config.norm == "layernorm")
@@ -141,37 +188,60 @@ def _gpt2(config: TransformerConfig) -> Iterator[WeightLink]:
                 )
 
 
-def _llama_like(config: TransformerConfig) -> Iterator[WeightLink]:
-    attention = variant_of(config)
-    for i in range(config.num_layers):
-        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
-        yield from linked(f"{ours}.attention_norm", f"{theirs}.input_layernorm")
-        yield from linked(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
-        yield from attention.huggingface_links(config, f"{ours}.attention", f"{theirs}.self_attn")
-        if config.moe is not None and config.has_experts(i):
-            kind = model_type(config)
-            yield from moe_links(config, config.moe, kind, f"{ours}.mlp", theirs)
+def _like_llama(config: TransformerConfig, kind: str) -> Iterator[WeightLink]:
+    """Link a model with the names of Llama, and of the types nearest to it where it lacks some."""
+    added = config.padded_vocab_size - config.vocab_size
+    yield from linked("embedding", "model.embed_tokens", rows_added=added)
+    if config.positions == "learned":
+        yield from linked("position_embedding", "model.embed_positions")
+    for at, letter in enumerate(config.pattern):
+        layer, ours, theirs = config.of_layer(at), f"blocks.{at}", f"model.layers.{at}"
+        if letter == "T":
+            yield from _block(layer, at, kind, ours, theirs)
             continue
-        names, rows = (f"{theirs}.mlp.gate_proj", f"{theirs}.mlp.up_proj"), (config.ffn_width,) * 2
-        yield from linked(f"{ours}.mlp.up", *names, bias=config.mlp_bias, rows=rows)
-        yield from linked(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj", bias=config.mlp_bias)
+        yield from _norm(layer, f"{ours}.norm", f"{theirs}.norm")
+        (mixer,) = parts_of(config, at)
+        yield from _links_of(mixer, layer, kind, f"{ours}.mixer", f"{theirs}.mixer")
+    yield from _norm(config, "final_norm", "model.norm")
+    if not config.tie_embeddings:
+        yield from linked("head", "lm_head", rows_added=added)
+
+
+def _block(
+    config: TransformerConfig, at: int, kind: str, ours: str, theirs: str
+) -> Iterator[WeightLink]:
+    after, both = config.post_norm, config.pre_norm and config.post_norm
+    if config.pre_norm:
+        yield from _norm(config, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
+    if config.pre_norm and config.parallel_mlp != "one_norm":
+        name = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
+        yield from _norm(config, f"{ours}.mlp_norm", f"{theirs}.{name}")
+    if after:
+        name = f"{theirs}.post_attention_layernorm"
+        yield from _norm(config, f"{ours}.attention_post_norm", name)
+        name = f"{theirs}.post_feedforward_layernorm"
+        yield from _norm(config, f"{ours}.mlp_post_norm", name)
+    attention = variant_of(config)
+    yield from attention.huggingface_links(config, f"{ours}.attention", f"{theirs}.self_attn")
+    inner = Experts() if config.has_experts(at) else feed_forward_of(config)
+    yield from _links_of(inner, config, kind, f"{ours}.mlp", f"{theirs}.mlp")
+
+
+def _links_of(
+    part: LayerPart, config: TransformerConfig, kind: str, ours: str, theirs: str
+) -> Iterator[WeightLink]:
+    if isinstance(part, Experts) and config.moe is not None:
+        return moe_links(config, config.moe, kind, ours, theirs)
+    return part.huggingface_links(config, ours, theirs)
+
+
+def _norm(config: TransformerConfig, ours: str, theirs: str) -> Iterator[WeightLink]:
+    for name in norm_of(config).names:
+        yield WeightLink(f"{ours}.{name}", (f"{theirs}.{name}",))
 
 
 def _mamba2(config: TransformerConfig) -> Iterator[WeightLink]:
-    sizes = config.mamba
-    if sizes is None:
-        raise ValueError("the config has no mamba")
-    projections = ("weight", "bias") if sizes.bias else ("weight",)
-    kinds = {
-        "input": ("in_proj", projections),
-        "conv": ("conv1d", ("weight", "bias") if sizes.conv_bias else ("weight",)),
-        "scan": ("", ("A_log", "D", "dt_bias")),
-        "norm": ("norm", ("weight",)),
-        "output": ("out_proj", projections),
-    }
-    for i in range(config.num_layers):
-        yield from linked(f"blocks.{i}.norm", f"backbone.layers.{i}.norm")
-        for ours, (theirs, names) in kinds.items():
-            for name in names:
-                path = ".".join(filter(None, (f"backbone.layers.{i}.mixer", theirs, name)))
-                yield WeightLink(f"blocks.{i}.mixer.{ours}.{name}", (path,))
+    for at in range(config.num_layers):
+        yield from linked(f"blocks.{at}.norm", f"backbone.layers.{at}.norm")
+        names = f"blocks.{at}.mixer", f"backbone.layers.{at}.mixer"
+        yield from Mamba2().huggingface_links(config, *names)

@@ -1,0 +1,425 @@
+"""A type of transformers, described by how its config and its tensors differ from Llama's.
+
+Note [Types are read and written by one table]: a `Field` says which name of `config.json` has a
+field of `TransformerConfig`, and is used in both directions. So what is read can be written, and
+`huggingface_config` refuses a config that does not come back as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from lamina.models.attention.latent_attention import LatentAttention
+from lamina.models.base.config import LayerSpec, TransformerConfig
+from lamina.models.base.configs.mamba import MambaConfig
+from lamina.models.base.configs.moe import MoEConfig
+from lamina.models.base.weight_link import WeightLink
+from lamina.models.huggingface.rope import read_rope, written_rope
+
+REQUIRED: Any = object()
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Field(NamedTuple):
+    """A name of `config.json`, what it is where it is absent, and how it becomes ours and back."""
+
+    name: str
+    default: Any = REQUIRED
+    read: Callable[[Any], Any] = _same
+    write: Callable[[Any], Any] = _same
+
+
+LLAMA: dict[str, Field] = {
+    "vocab_size": Field("vocab_size"),
+    "hidden_size": Field("hidden_size"),
+    "num_layers": Field("num_hidden_layers"),
+    "num_heads": Field("num_attention_heads"),
+    "num_kv_heads": Field("num_key_value_heads", None),
+    "head_dim": Field("head_dim", None),
+    "ffn_size": Field("intermediate_size"),
+    "max_sequence_length": Field("max_position_embeddings"),
+    "norm_eps": Field("rms_norm_eps", 1e-6),
+    "attention_bias": Field("attention_bias", False, bool),
+    "mlp_bias": Field("mlp_bias", False, bool),
+    "tie_embeddings": Field("tie_word_embeddings", False),
+    "attention_dropout": Field("attention_dropout", 0.0),
+    "activation": Field("hidden_act"),
+    "init_std": Field("initializer_range", 0.02),
+}
+"""Where the fields of a config are in the `config.json` of a model like Llama."""
+
+EXPERTS: dict[str, Field] = {
+    "num_experts": Field("n_routed_experts"),
+    "top_k": Field("num_experts_per_tok"),
+    "ffn_size": Field("moe_intermediate_size"),
+    "shared_ffn_size": Field("n_shared_experts", 0),
+    "normalize_weights": Field("norm_topk_prob", True),
+    "weight_scale": Field("routed_scaling_factor", 1.0),
+    "num_groups": Field("n_group", 1),
+    "groups_kept": Field("topk_group", 1),
+    "first_dense": Field("first_k_dense_replace", 0),
+}
+"""The same of the experts of a model like DeepSeek's. Shared experts are counted there."""
+
+_UNGATED = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2", "silu": "silu", "swish": "silu",
+}  # fmt: skip
+_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"} | dict.fromkeys(
+    ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "geglu_tanh"
+)
+TRAINING = {
+    *("attention_dropout", "dropout", "embedding_dropout", "init_std", "residual_additions"),
+    *("vocab_multiple", "sequence_parallel", "tp_reduction", "context_parallel", "loss_chunk"),
+    *("precision", "attention_path"),
+}
+"""Fields that change nothing in a forward of one process in evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelType:
+    """A type of transformers. Give your own as `from_huggingface(path, types=[...])`.
+
+    Args:
+        name: its `model_type`.
+        architecture: its class with a language model's head.
+        constants: fields of `TransformerConfig` that all its models have.
+        fields: fields that have other names in `config.json` than in Llama's. None is in
+            `constants`, or is what `TransformerConfig` has by default.
+        names: names of its modules in place of Llama's. Several names of Llama that become one are
+            rows of one tensor.
+        memory: further names, of a model in memory.
+        stacked_experts: whether its files have the experts of a layer in one tensor.
+        expert_names: those of an expert's gate, up and down projection, if not Llama's.
+        interleaved: its RoPE turns neighbouring elements of a head.
+        fused: for some of our modules, the order in which its rows stand in their tensor, from the
+            config; ours are all queries, all keys, all values.
+        gated: whether its MLP has a gate.
+        rope: whether `rope_parameters` are read.
+        latent: whether its attention is latent.
+        experts: where the fields of a `MoEConfig` are; None has none.
+        expert_constants: fields of a `MoEConfig` that all its models have.
+        mamba: where the fields of a `MambaConfig` are; None has none.
+        layers: names of lists with an entry for each layer, and what layers of each entry have in
+            place of the model's fields; `letter` is their kind.
+        nested_rope: whether `rope_parameters` are given for each of its `layer_types`.
+        ignored: names of `config.json` that change nothing in a model of this type.
+        refused: names, with the only value that is known here.
+    """
+
+    name: str
+    architecture: str
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Field | None] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    memory: Mapping[str, str] = field(default_factory=dict)
+    stacked_experts: bool = False
+    expert_names: tuple[str, str, str] | None = None
+    interleaved: bool = False
+    fused: Mapping[str, Callable[[TransformerConfig], Sequence[int]]] = field(default_factory=dict)
+    gated: bool = True
+    rope: bool = True
+    latent: bool = False
+    experts: Mapping[str, Field | None] | None = None
+    expert_constants: Mapping[str, Any] = field(default_factory=dict)
+    mamba: Mapping[str, Field] | None = None
+    layers: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
+    nested_rope: bool = False
+    ignored: tuple[str, ...] = ()
+    refused: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def table(self) -> dict[str, Field]:
+        """Where each field is in `config.json`."""
+        merged = {**LLAMA, **self.fields}
+        return {name: where for name, where in merged.items() if where is not None}
+
+    @property
+    def expert_table(self) -> dict[str, Field]:
+        """Where each field of the experts is."""
+        merged = {**EXPERTS, **(self.experts or {})}
+        return {name: where for name, where in merged.items() if where is not None}
+
+    @property
+    def names_read(self) -> set[str]:
+        """All names of `config.json` that a model of the type is read from."""
+        tables = (self.table, self.expert_table if self.experts is not None else {}, self.mamba)
+        names = {where.name for table in tables for where in (table or {}).values()}
+        names |= {"rope_parameters", "model_type", "rope_theta", "rope_scaling"}
+        latent = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"}
+        latent |= {"v_head_dim", "rope_interleave"}
+        names |= latent if self.latent else set()
+        return names | {*self.layers, *self.ignored, *self.refused, "layer_types"}
+
+    # ------------------------------------------------------------------ config.json to config
+
+    def read(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of `TransformerConfig`."""
+        read = {**self.constants, **_read_table(self.table, source)}
+        if "activation" in self.table:
+            known = _GATED if self.gated else _UNGATED
+            if read["activation"] not in known:
+                name = self.table["activation"].name
+                raise ValueError(f"{name} is {read['activation']!r}: known are {', '.join(known)}")
+            read["activation"] = known[read["activation"]]
+        for name, only in self.refused.items():
+            if source.get(name, only) != only:
+                raise ValueError(
+                    f"config.json says {name}={source[name]!r}, and only {only!r} is known here: "
+                    "the model would compute something else"
+                )
+        if self.rope and not self.nested_rope:
+            read |= read_rope(source)
+        if self.latent:
+            read |= LatentAttention.read_huggingface(source)
+            read["num_kv_heads"] = read["head_dim"] = None
+        if self.experts is not None:
+            read["moe"] = self._read_experts(source, read)
+        if self.mamba is not None:
+            read["mamba"] = MambaConfig(**_read_table(self.mamba, source))
+        read |= self._read_layers(source, read)
+        letters = {spec.letter for spec in read.get("layers") or ()}
+        letters |= set(read.get("layer_pattern") or "")
+        for name, letter in {"moe": "E", "mamba": "M"}.items():
+            if letters and letters <= set("M*-E") and letter not in letters:
+                read.pop(name, None)
+        return {**read, "huggingface_type": self.name}
+
+    def _read_experts(self, source: Mapping[str, Any], read: Mapping[str, Any]) -> MoEConfig | None:
+        sizes = {**self.expert_constants, **_read_table(self.expert_table, source)}
+        sizes.setdefault("scores", "softmax")
+        if "ffn_size" not in sizes:
+            sizes["ffn_size"] = read["ffn_size"]
+        if self._counts_shared:
+            sizes["shared_ffn_size"] = (sizes["shared_ffn_size"] or 0) * sizes["ffn_size"]
+        sizes["shared_ffn_size"] = sizes.get("shared_ffn_size") or None
+        for name in ("num_groups", "groups_kept"):
+            sizes[name] = sizes.get(name) or 1
+        if sizes["num_groups"] == 1:
+            sizes.pop("group_best", None)
+        if sizes.get("first_dense", 0) >= read["num_layers"]:
+            return None
+        return MoEConfig(**sizes)
+
+    @property
+    def _counts_shared(self) -> bool:
+        where = self.expert_table.get("shared_ffn_size")
+        return where is not None and "size" not in where.name
+
+    def _read_layers(self, source: Mapping[str, Any], read: dict[str, Any]) -> dict[str, Any]:
+        """Specifications of layers, if they differ, or else fields that all of them have."""
+        number = read["num_layers"]
+        changes: list[dict[str, Any]] = [{} for _ in range(number)]
+        for name, kinds in self.layers.items():
+            said = source[name]
+            if len(said) != number or set(said) - set(kinds):
+                raise ValueError(
+                    f"{name} is {said}: it must have one of {', '.join(map(str, kinds))} for each "
+                    f"of {number} layers"
+                )
+            nested = self.nested_rope and name == "layer_types"
+            for own, kind in zip(changes, said, strict=True):
+                own |= kinds[kind]
+                if nested and own.get("positions") != "none":
+                    own |= self._rope_of_kind(source, kind)
+        return specified(changes)
+
+    def _rope_of_kind(self, source: Mapping[str, Any], kind: str) -> dict[str, Any]:
+        rope = source["rope_parameters"]
+        return read_rope(source, rope.get(kind, rope))
+
+    # ------------------------------------------------------------------ config to config.json
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        """Fields of `config.json`."""
+        values = {each.name: getattr(config, each.name) for each in fields(TransformerConfig)} | {
+            "num_kv_heads": config.kv_heads,
+            "ffn_size": config.ffn_width,
+        }
+        values["attention_output_bias"] = config.output_bias
+        if not self.latent:
+            values["head_dim"] = config.head_width
+        activations = _GATED if self.gated else _UNGATED
+        theirs = {ours: name for name, ours in activations.items() if name != "gelu_fast"}
+        theirs |= {"swiglu": "silu", "silu": "silu"}
+        values["activation"] = theirs.get(str(config.activation), "")
+        written = {
+            where.name: where.write(values[ours])
+            for ours, where in self.table.items()
+            if not (self.latent and ours in ("num_kv_heads", "head_dim"))
+        }
+        written |= dict(self.refused)
+        layers = range(config.num_layers)
+        if self.rope and not self.nested_rope:
+            written["rope_parameters"] = written_rope(config)
+        if self.latent and config.attention_variant is not None:
+            fields_of_latent = config.attention_variant.huggingface_fields(config)
+            left = ("head_dim", "first_k_dense_replace", "num_nextn_predict_layers")
+            written |= {n: v for n, v in fields_of_latent.items() if n not in left}
+            written["num_key_value_heads"] = config.num_heads
+        if self.experts is not None:
+            written |= self._write_experts(config)
+        if self.mamba is not None and config.mamba is not None:
+            sizes = config.mamba
+            written |= {w.name: w.write(getattr(sizes, ours)) for ours, w in self.mamba.items()}
+        for name, kinds in self.layers.items():
+            written[name] = [_kind_of(kinds, config, at) for at in layers]
+            if self.nested_rope and name == "layer_types":
+                ropes = {kind: written_rope(config.of_layer(0)) for kind in kinds}
+                own = {k: written_rope(config.of_layer(at)) for at, k in enumerate(written[name])}
+                written["rope_parameters"] = ropes | own
+        return written
+
+    def _write_experts(self, config: TransformerConfig) -> dict[str, Any]:
+        moe = config.moe
+        if moe is None:
+            return {"first_k_dense_replace": config.num_layers}
+        values = {each.name: getattr(moe, each.name) for each in fields(moe)}
+        values["ffn_size"] = moe.ffn_size or config.ffn_width
+        shared = moe.shared_ffn_size or 0
+        values["shared_ffn_size"] = shared // values["ffn_size"] if self._counts_shared else shared
+        return {w.name: w.write(values[ours]) for ours, w in self.expert_table.items()}
+
+    def check(self, config: TransformerConfig, back: TransformerConfig) -> None:
+        """Raise ValueError if a config that was written and read again computes something else."""
+        layers = range(config.num_layers if config.layers else 0)
+        pairs = [(config, back), *((config.of_layer(at), back.of_layer(at)) for at in layers)]
+        names = [each.name for each in fields(TransformerConfig) if each.name not in TRAINING]
+        for name in names:
+            for first, second in pairs:
+                given, read = _comparable(name, first), _comparable(name, second)
+                if given != read:
+                    raise ValueError(
+                        f"{self.name} of Hugging Face cannot say {name}={given!r} (it says "
+                        f"{read!r}): leave huggingface_type None, or change the field"
+                    )
+
+    # ------------------------------------------------------------------ tensors
+
+    def links(self, config: TransformerConfig, llama: Iterator[WeightLink]) -> Iterator[WeightLink]:
+        """Rename what is linked to the tensors of a model like Llama, and order its rows."""
+        for link in llama:
+            if self.stacked_experts and link.stack is not None and link.in_memory is not None:
+                name = str(link.in_memory)
+                link = replace(link, theirs=(name,), rows=None, stack=None)
+            theirs = [self.renamed(name) for name in link.theirs]
+            if self.expert_names is not None and link.stack is not None:
+                llama_names = ("gate_proj", "up_proj", "down_proj")
+                for old, new in zip(llama_names, self.expert_names, strict=True):
+                    theirs = [name.replace(f".{old}.", f".{new}.") for name in theirs]
+            rows, grouped = link.rows, [name for name, _ in groupby(theirs)]
+            if rows is not None and len(grouped) < len(theirs):
+                total = groupby(zip(theirs, rows, strict=True), key=lambda pair: pair[0])
+                rows = tuple(sum(number for _, number in pairs) for _, pairs in total)
+            memory: str | tuple[str, ...] | None = None
+            if isinstance(link.in_memory, str):
+                memory = self.renamed(link.in_memory, self.memory)
+            elif self.memory:
+                memory = tuple(self.renamed(name, self.memory) for name in link.theirs)
+                memory = None if memory == tuple(theirs) or len(grouped) < len(theirs) else memory
+            link = replace(
+                link, theirs=tuple(grouped), in_memory=memory,
+                rows=None if len(grouped) == 1 and link.stack is None else rows,
+            )  # fmt: skip
+            yield self._ordered(config, link)
+
+    def renamed(self, name: str, more: Mapping[str, str] | None = None) -> str:
+        """The type's name of a tensor, from that in a model like Llama; `more` names go first."""
+        names = {**self.names, **(more or {})}
+        layer = re.fullmatch(r"(model\.layers)\.(\d+)\.(.+)", name)
+        if layer is None:
+            return _looked_up(names, name)
+        return f"{_looked_up(names, layer[1])}.{layer[2]}.{_looked_up(names, layer[3])}"
+
+    def _ordered(self, config: TransformerConfig, link: WeightLink) -> WeightLink:
+        match = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", link.ours)
+        if match is None:
+            return link
+        layer, order = config.of_layer(int(match[1])), link.order
+        if self.interleaved and (own := _interleaved_rows(layer, match[2])) is not None:
+            order = tuple(own)
+        if (fused := self.fused.get(match[2])) is not None:
+            rows = fused(layer)
+            order = tuple(rows if order is None else (rows[i] for i in order))
+        return replace(link, order=order)
+
+
+def _kind_of(kinds: Mapping[Any, Mapping[str, Any]], config: TransformerConfig, number: int) -> Any:
+    """The most special of some kinds of layers that has all that a layer has."""
+    layer = config.of_layer(number)
+    has = {**{each.name: getattr(layer, each.name) for each in fields(TransformerConfig)},
+           "letter": config.pattern[number]}  # fmt: skip
+    fits = [k for k, own in kinds.items() if all(has[n] == value for n, value in own.items())]
+    return max(fits, key=lambda kind: len(kinds[kind]), default=None)
+
+
+def _looked_up(names: Mapping[str, str], name: str) -> str:
+    """The name with its longest beginning that `names` has replaced."""
+    words, end = name.split("."), list[str]()
+    while words:
+        if (known := names.get(".".join(words))) is not None:
+            return ".".join((known, *end))
+        end.insert(0, words.pop())
+    return name
+
+
+def specified(changes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Fields of a model whose layers have these changes: `layers`, unless all are alike."""
+    if all(own == changes[0] for own in changes):
+        alike = dict(changes[0])
+        letter = alike.pop("letter", "T")
+        return alike if letter == "T" else {**alike, "layer_pattern": letter * len(changes)}
+    return {"layers": tuple(LayerSpec(**own) for own in changes)}
+
+
+def _comparable(name: str, config: TransformerConfig) -> Any:
+    """A field's value, where several spellings mean the same."""
+    spelt = {
+        "num_kv_heads": config.kv_heads, "head_dim": config.head_widths,
+        "ffn_size": config.ffn_width, "attention_output_bias": config.output_bias,
+        "attention_scale": round(config.score_scale, 9), "attention": config.attention_variant,
+        "mla": None, "moe": None, "layers": None, "layer_pattern": config.pattern,
+    }  # fmt: skip
+    if name == "moe" and (moe := config.moe) is not None:
+        names = ("switch_loss", "sequence_loss", "global_loss", "z_loss")
+        losses: dict[str, Any] = dict.fromkeys(names, 0.0)
+        how: dict[str, Any] = {"dispatcher": "all_to_all", "experts": "auto", "jitter": 0.0}
+        rate = None if moe.bias_rate is None else 0.0
+        return replace(moe, ffn_size=moe.ffn_size or config.ffn_width, bias_rate=rate,
+                       **losses, **how)  # fmt: skip
+    value = spelt.get(name, getattr(config, name))
+    return round(value, 9) if isinstance(value, float) else value
+
+
+def _read_table(table: Mapping[str, Field], source: Mapping[str, Any]) -> dict[str, Any]:
+    read = {}
+    for ours, where in table.items():
+        absent = where.default is REQUIRED
+        value = source[where.name] if absent else source.get(where.name, where.default)
+        read[ours] = value if value is None else where.read(value)
+    return read
+
+
+def _interleaved_rows(config: TransformerConfig, module: str) -> list[int] | None:
+    """For each of our rows, which turn elements half a head apart, that of theirs."""
+    turned, width = config.rotary_width, config.head_width
+    head = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, width)]
+    if config.positions != "rope":
+        head = list(range(width))
+    heads = {"query_norm": 1, "key_norm": 1, "qkv": config.num_heads + config.kv_heads}
+    name = module.rpartition(".")[2]
+    if name not in heads:
+        return None
+    number = heads[name]
+    if config.qk_norm == "whole" and name != "qkv":
+        number = config.num_heads if name == "query_norm" else config.kv_heads
+    rows = [at * width + i for at in range(number) for i in head]
+    values = config.kv_heads * width if name == "qkv" else 0
+    return rows + list(range(len(rows), len(rows) + values))

@@ -1,0 +1,261 @@
+"""Types of transformers that are read by tables: the same logits, and the same bits back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lamina.models import (
+    GPTModel,
+    TransformerConfig,
+    config_from_huggingface,
+    from_huggingface,
+    huggingface_config,
+    to_huggingface,
+)
+from lamina.models.huggingface.known_types import KNOWN
+from lamina.models.huggingface.model_types import Field, ModelType
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 40, "max_position_embeddings": 64,
+    "head_dim": 8, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 40,
+    "moe_intermediate_size": 12, "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "initializer_range": 0.1, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": None,
+}  # fmt: skip
+TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0,
+          "attention_multiplier": 0.2}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0,
+        "mscale_all_dim": 0.7, "original_max_position_embeddings": 16}  # fmt: skip
+LATENT = {"num_key_value_heads": 4, "rope_parameters": YARN}
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("youtu", "glm4_moe_lite"), LATENT),
+    "deepseek_v2": {**LATENT, "n_group": 1},
+    **dict.fromkeys(("ministral", "cohere2", "olmo3", "exaone4", "exaone_moe", "cwm", "mellum",
+                     "gemma3_text"), TWO_KINDS),
+    "dots1": {"n_shared_experts": 1, **TWO_KINDS},
+    "smollm3": {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2},
+    **dict.fromkeys(("granite", "granitemoe", "hyperclovax"), SCALED),
+    "granitemoeshared": {**SCALED, "shared_intermediate_size": 20},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                 "partial_rotary_factor": 0.5}},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8,
+        "moe_shared_expert_intermediate_size": 20,
+    },
+}  # fmt: skip
+A_PART_EACH = {
+    "phi3": "fused weights, partial RoPE",
+    "starcoder2": "LayerNorm, no gate, biases",
+    "helium": "RoPE of neighbours",
+    "glm4": "RoPE of neighbours in a part of the head, norms before and after",
+    "granitemoe": "multipliers, experts in one tensor",
+    "cohere2": "attention and MLP side by side; windows and positions by layer",
+    "gpt_neox": "two norms side by side, heads fused one by one",
+    "olmo3": "norms after only, qk-norm over the whole projection, RoPE by kind of layer",
+    "smollm3": "no positions in some layers",
+    "hy_v3": "dense and sparse layers, a router of sigmoids",
+    "youtu": "latent attention",
+    "gemma3_text": "norms around zero, scaled embeddings",
+    "gpt_bigcode": "learned positions, one key head",
+    "nemotron_h": "Mamba, attention, MLP and experts without gates in one stack",
+}
+
+
+def tiny(kind: str) -> Any:
+    """A config of a type with small sizes where it has them."""
+    made = transformers.CONFIG_MAPPING[kind]
+    have = made().to_dict()
+    sizes = {name: value for name, value in SIZES.items()
+             if name in have or name in made.attribute_map}  # fmt: skip
+    if kind == "gpt_bigcode":
+        del sizes["num_key_value_heads"]
+    return made(**{**sizes, **OWN.get(kind, {})})
+
+
+def live(kind: str) -> Any:
+    """A model of a type, no parameter or buffer of which is all zeros or ones."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(tiny(kind), dtype=torch.float32).eval()
+    biases = (b for name, b in model.named_buffers() if name.endswith("correction_bias"))
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *biases):
+            tensor.add_(torch.randn_like(tensor), alpha=0.1)
+    return model
+
+
+def tokens_of() -> torch.Tensor:
+    return torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+
+
+@torch.no_grad()
+def check_exact(kind: str, folder: Path) -> None:
+    """Logits with their weights, their bits back from memory and files, logits with ours."""
+    theirs = live(kind)
+    expected = theirs(tokens_of()).logits
+    model = from_huggingface(theirs).eval()
+    assert distance(model(tokens_of()), expected) < 2e-6
+    theirs.save_pretrained(folder)
+    from_files = from_huggingface(folder)
+    for (name, ours), other in zip(model.state_dict().items(), from_files.state_dict().values(),
+                                   strict=True):  # fmt: skip
+        assert torch.equal(ours, other), name
+    saved: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        saved |= safetensors.load_file(file)
+    back = to_huggingface(model)
+    assert back.keys() == saved.keys() - ({"lm_head.weight"} - back.keys())
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in back.items())
+    written = json.loads(json.dumps(huggingface_config(model.config)))
+    assert config_from_huggingface(written) == replace(model.config)
+    config = transformers.AutoConfig.for_model(written.pop("model_type"), **written,
+                                               pad_token_id=None)  # fmt: skip
+    again = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    missing, unexpected = again.load_state_dict(to_huggingface(model, names="memory"), strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    again.tie_weights()
+    assert distance(again(tokens_of()).logits, expected) < 2e-6
+
+
+@pytest.mark.parametrize("kind", list(A_PART_EACH))
+def test_a_type_goes_both_ways(kind, tmp_path):
+    check_exact(kind, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(KNOWN.keys() - A_PART_EACH.keys()))
+def test_the_other_types_go_both_ways(kind, tmp_path):
+    check_exact(kind, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["cohere2", "granitemoe", "olmo3", "nemotron_h"])
+def test_an_unknown_name_of_a_known_type_is_refused(kind):
+    written = tiny(kind).to_dict()
+    assert config_from_huggingface(written).huggingface_type == kind
+    with pytest.raises(ValueError, match=r"(?s)attention_gate=True, which nothing.*fully_shard"):
+        config_from_huggingface(written | {"attention_gate": True})
+
+
+def test_what_a_type_cannot_say_is_not_written():
+    config = config_from_huggingface(tiny("cohere2").to_dict())
+    for change in ({"norm": "rmsnorm"}, {"parallel_mlp": None}, {"residual_scale": 0.5}):
+        (name,) = change
+        with pytest.raises(ValueError, match=f"cohere2 of Hugging Face cannot say {name}="):
+            huggingface_config(replace(config, **change))
+    assert huggingface_config(replace(config, dropout=0.1, init_std=0.5, vocab_multiple=8))
+    with pytest.raises(ValueError, match="huggingface_type is 'cohere9', which is not known"):
+        huggingface_config(replace(config, huggingface_type="cohere9"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm=True, and only False"),
+        ("olmo", {"clip_qkv": 8.0}, r"clip_qkv=8\.0, and only None"),
+        ("arcee", {"hidden_act": "xielu"}, "hidden_act is 'xielu': known are gelu"),
+        ("cwm", {"layer_types": ["chunked", "chunked"]}, "layer_types is .*'chunked'"),
+        ("cohere2", {"layer_types": ["full_attention"]}, "for each of 2 layers"),
+    ],
+)
+def test_what_no_part_computes_is_refused(kind, change, words):
+    with pytest.raises(ValueError, match=words):
+        config_from_huggingface(tiny(kind).to_dict() | change)
+
+
+MINE = ModelType(
+    name="mine",
+    architecture="MineForCausalLM",
+    constants={"norm": "layernorm_plain"},
+    fields={"rotary_fraction": Field("turned", 1.0), "norm_eps": None},
+    names={"mlp": "feed", "model.layers": "stack"},
+)
+
+
+def test_a_type_of_ones_own_is_one_object(tmp_path):
+    shape: Mapping[str, Any] = {
+        "vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "norm_eps": 1e-5,
+    }  # fmt: skip
+    config = TransformerConfig(**shape, norm="layernorm_plain", huggingface_type="mine")
+    model = GPTModel(config, seed=1)
+    tensors = to_huggingface(model, types=[MINE])
+    assert "stack.0.feed.down_proj.weight" in tensors
+    written = huggingface_config(config, types=[MINE])
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    back = from_huggingface(tmp_path, types=[MINE])
+    assert torch.equal(back(tokens_of()), model(tokens_of()))
+    with pytest.raises(ValueError, match="model_type is 'mine': known are"):
+        from_huggingface(tmp_path)
+
+
+# ------------------------------------------------------------------------ the sweep
+
+TABLE = Path(__file__).parents[3] / "docs" / "records" / "model-types.md"
+FIRST = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3",
+         "mamba2")  # fmt: skip
+
+
+def row_of(kind: str, folder: Path) -> str:
+    """A row of the table: what becomes of a tiny model of the type, or why there is none."""
+    try:
+        if kind in KNOWN:
+            check_exact(kind, folder)
+            return f"| {kind} | both ways, bit for bit, logits within 2e-6 | - |"
+        with torch.device("meta"):
+            size = transformers.AutoModelForCausalLM.from_config(tiny(kind)).num_parameters()
+        if size > 3_000_000:
+            return f"| {kind} | not tried | its sizes have other names: {size:,} parameters |"
+        model = live(kind)
+    except Exception as error:
+        return f"| {kind} | no tiny model was built | {type(error).__name__} |"
+    try:
+        found = from_huggingface(model).eval()
+        with torch.no_grad():
+            exact = distance(found(tokens_of()), model(tokens_of()).logits)
+    except ValueError as error:
+        said = str(error).splitlines()[0].partition("known are ")[2].partition(". ")[2]
+        return f"| {kind} | refused | {(said or str(error).splitlines()[0])[:150]} |"
+    assert exact < 2e-6, kind
+    return f"| {kind} | both ways, logits within 2e-6 | - |"
+
+
+@pytest.mark.slow
+def test_every_type_is_read_exactly_or_refused_in_words(tmp_path):
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    rows = []
+    for number, kind in enumerate(sorted({*NAMES, *FIRST})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        rows.append(row_of(kind, folder))
+    head = (
+        f"# Types of transformers {transformers.__version__}\n\n"
+        "Written by `test_huggingface_types.py` (slow tier): a tiny random model of each type that "
+        "has a head of a language model.\n\n| type | import and export | what it lacks |\n"
+        "| --- | --- | --- |\n"
+    )
+    assert len(rows) > 130
+    text = head + "\n".join(rows) + "\n"
+    before = TABLE.read_text() if TABLE.exists() else ""
+    if text != before:
+        TABLE.write_text(text)
+    assert text == before, f"{TABLE} was out of date and is written anew: commit it"

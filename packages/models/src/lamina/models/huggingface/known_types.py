@@ -296,7 +296,8 @@ _TYPES = (
         name="hyperclovax",
         architecture="HyperCLOVAXForCausalLM",
         constants={"post_norm": True},
-        fields=SCALES,
+        # Granite divides by `logits_scaling`, and this type multiplies.
+        fields={**SCALES, "logit_scale": Field("logits_scaling", 1.0, float)},
         refused={"use_post_norm": True},
         names={
             "post_attention_layernorm": "post_norm1",

@@ -35,7 +35,12 @@ def around_torch(module: Any) -> Iterator[None]:
         watch_reads()
     module._C._set_cudnn_enabled(False)
     module._C._set_sdp_use_cudnn(False)
-    show_what_the_host_sees(module)
+    if not computes():
+        show_what_the_host_sees(module)
+    else:
+        from lamina_virtual_gpu.arithmetic.operators import install
+
+        install()
 
 
 def show_what_the_host_sees(torch: Any) -> None:
@@ -58,6 +63,15 @@ def show_what_the_host_sees(torch: Any) -> None:
 
 
 @contextmanager
+def around_triton(module: Any) -> Iterator[None]:
+    """Have Triton's kernels computed."""
+    yield
+    from lamina_virtual_gpu.arithmetic.triton_kernels import compute
+
+    compute(module)
+
+
+@contextmanager
 def around_rewriting(module: Any) -> Iterator[None]:
     """Have pytest's rewriting of asserts leave out what they say of values."""
     yield
@@ -73,6 +87,11 @@ def around_comparison(module: Any) -> Iterator[None]:
     """Have `torch.testing` compare shapes, dtypes and devices alone."""
     yield
     module.TensorLikePair._compare_values = lambda *_, **__: None
+
+
+def computes() -> bool:
+    """Whether this process's virtual GPU computes."""
+    return os.environ.get("VGPU_COMPUTE", "none") != "none"
 
 
 class _Around(Loader):
@@ -118,6 +137,8 @@ def activate() -> None:
     if os.environ.get("VGPU_VALUES") == "unknown":
         waiting["_pytest.assertion.rewrite"] = around_rewriting
         waiting["torch.testing._comparison"] = around_comparison
+    if computes():
+        waiting["triton.runtime.jit"] = around_triton
     sys.meta_path.insert(0, _Finder(waiting))
 
 

@@ -82,6 +82,18 @@ def build(torch_libraries: Path, target: Path) -> dict[str, tuple[int, int]]:
     return counts
 
 
+def build_arithmetic(torch_folder: Path, target: Path) -> None:
+    """Build what computes torch's operators, against the headers of the torch at hand."""
+    headers = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include", SOURCES]
+    words = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
+    words += [word for folder in headers for word in ("-isystem", str(folder))]
+    libraries = [torch_folder / "lib" / f"lib{name}.so" for name in ("torch_cpu", "c10")]
+    libraries.append(target / LIBRARIES[0].file)
+    source = SOURCES.parent / "arithmetic" / "kernels.cpp"
+    words += [str(source), "-o", str(target / "liblamina_arithmetic.so"), *map(str, libraries)]
+    subprocess.run([*words, "-Wl,-rpath,$ORIGIN"], check=True)
+
+
 def link(library: Library, objects: list[Path], target: Path, folder: Path) -> None:
     """Link a library, with the version of symbols that torch expects."""
     script = folder / "symbols.map"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lamina_virtual_gpu.building import SOURCES, build
+from lamina_virtual_gpu.building import SOURCES, build, build_arithmetic
 
 # Builds for CUDA 13.0 on PyPI, and the Triton that each goes with.
 TORCHES = {"2.13": ("2.13.0", "3.7.*"), "2.14": ("2.14.1", "3.8.*"), "2.15": ("2.15.0", "3.9.*")}
@@ -101,6 +101,7 @@ def put_stand_ins(folder: Path) -> None:
     """Build the libraries where torch looks for NVIDIA's, and copy this package beside torch."""
     packages = site_packages(folder)
     counts = build(packages / "torch" / "lib", packages / "nvidia" / "cu13" / "lib")
+    build_arithmetic(packages / "torch", packages / "nvidia" / "cu13" / "lib")
     modelled, generated = map(sum, zip(*counts.values(), strict=True))
     print(f"{len(counts)} libraries: {modelled} entries modelled, {generated} refuse when called")
     own = packages / "lamina_virtual_gpu"

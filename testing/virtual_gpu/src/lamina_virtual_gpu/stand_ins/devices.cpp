@@ -188,6 +188,7 @@ static const struct {
     {kCaptureUnjoined, "cudaErrorStreamCaptureUnjoined", "capturing stream has unjoined work"},
     {kCaptureIsolation, "cudaErrorStreamCaptureIsolation", "dependency created on uncaptured work in another stream"},
     {kCapturedEvent, "cudaErrorCapturedEvent", "operation not permitted on an event last recorded in a capturing stream"},
+    {kLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure: stderr has the work that failed"},
     {kCaptureWrongThread, "cudaErrorStreamCaptureWrongThread", "attempt to terminate a thread-local capture sequence from another thread"},
 };
 EXPORT const char *cudaGetErrorName(int status) {

@@ -82,10 +82,18 @@ static double seconds_of(const Kernel &kernel, const Shape &shape) {
   return std::max(settings().shortest_kernel, bytes / settings().memory_rate);
 }
 
+// A kernel that no operator covers would leave garbage. One that only takes time may run.
+static bool lacks_arithmetic(const Kernel &kernel) {
+  if (!computes() || vgpu_covered() || kernel.name.find("spin_kernel") != std::string::npos) return false;
+  fprintf(stderr, "virtual GPU: the kernel %.300s has no arithmetic: no operator of torch launches it\n", kernel.name.c_str());
+  return true;
+}
+
 static int launch(const void *handle, Dim3 grid, Dim3 block, void **arguments, Stream *stream) {
   LOCKED;
   if (!grid.x || !grid.y || !grid.z || !block.x || (uint64_t)block.x * block.y * block.z > 1024) return set_error(kInvalidConfiguration);
   Kernel *kernel = kernel_of(handle);
+  if (lacks_arithmetic(*kernel)) return set_error(kNotSupported);
   const double seconds = seconds_of(*kernel, Shape{grid, block, arguments});
   kernel->launches++, kernel->seconds += seconds;
   record().launches++;
@@ -184,16 +192,22 @@ EXPORT int cudaLaunchCooperativeKernel(const void *stub, Dim3 grid, Dim3 block, 
 EXPORT int cudaLaunchKernelExC(const RuntimeLaunch *how, const void *stub, void **arguments) {
   return launch(stub, how->grid, how->block, arguments, how->stream);
 }
+// The driver returns its errors and does not keep them for the runtime.
+extern "C" int cudaGetLastError();
+static int returned(int status) {
+  if (status) cudaGetLastError();
+  return status;
+}
 EXPORT int cuLaunchKernel(void *kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
                           unsigned, Stream *stream, void **arguments, void **) {
-  return launch(kernel, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, arguments, stream);
+  return returned(launch(kernel, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, arguments, stream));
 }
 EXPORT int cuLaunchCooperativeKernel(void *kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                                      unsigned block_z, unsigned, Stream *stream, void **arguments) {
-  return launch(kernel, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, arguments, stream);
+  return returned(launch(kernel, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, arguments, stream));
 }
 EXPORT int cuLaunchKernelEx(const DriverLaunch *how, void *kernel, void **arguments, void **) {
-  return launch(kernel, how->grid, how->block, arguments, how->stream);
+  return returned(launch(kernel, how->grid, how->block, arguments, how->stream));
 }
 
 // ---- functions and modules: a module is any address, its functions are made when they are asked for

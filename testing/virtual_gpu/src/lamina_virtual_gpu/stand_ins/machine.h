@@ -171,6 +171,7 @@ namespace virtual_gpu {
 
 Stream *stream_of(Stream *handle);              // resolves the default streams
 bool is_default(Stream *handle);
+Stream *stream_on(Stream *handle, int device);  // the same, for a device that need not be the current one
 const std::vector<Stream *> &all_streams();     // those that were destroyed too: they may have work left
 double end_of_device(int device);               // when all its streams are idle
 void every_stream(void (*act)(Stream *, void *), void *argument);
@@ -197,5 +198,13 @@ Allocation *allocation_at(const void *address, uintptr_t *base = nullptr);
 
 // Says once on stderr that an entry is called which is not modelled; generated stubs call it too.
 EXPORT void vgpu_not_modelled(const char *name);
+
+// While this thread is within an operator that is computed as a whole (arithmetic.cpp), what its kernel launches, and what it
+// copies and fills on the device, are only recorded.
+EXPORT void vgpu_cover(int more);
+EXPORT int vgpu_covered();
+// The adversary overwrites memory that a stream is given with NaN, before the stream's next work: who still reads what was
+// there, or reads what was never written, notices.
+EXPORT void vgpu_spoil(struct Stream *stream, void *at, size_t bytes);
 
 #pragma GCC visibility pop

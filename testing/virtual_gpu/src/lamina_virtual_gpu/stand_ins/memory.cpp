@@ -281,7 +281,8 @@ static int copy(void *to, const void *from, size_t bytes, Stream *stream, bool w
     if (!computes() && bytes <= (inside ? settings().largest_device_copy : settings().largest_copy)) memmove(to, from, bytes);
     end = enqueue(stream, (inside ? 2 * (double)bytes / settings().memory_rate : (double)bytes / settings().host_rate) + 1.5e-6);
   }
-  enqueue_work(stream, "a copy", in_one_go([=] { memmove(to, from, bytes); }));
+  const bool recorded_alone = vgpu_covered() && !read && what.rfind("device to device", 0) == 0;
+  if (!recorded_alone) enqueue_work(stream, "a copy", in_one_go([=] { memmove(to, from, bytes); }));
   if (waits || pageable) reach_end_of(stream);
   if (read && on_read) on_read();
   if (waits || pageable) host_wait((std::string(call) + " " + what).c_str(), end);
@@ -312,7 +313,7 @@ EXPORT int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t
     count.times++, count.amount += (double)(width * height);
     enqueue(stream, 2 * (double)(width * height) / settings().memory_rate + 1.5e-6);
   }
-  enqueue_work(stream, "a copy of rows", in_one_go(copy_rows));
+  if (!vgpu_covered()) enqueue_work(stream, "a copy of rows", in_one_go(copy_rows));
   return kSuccess;
 }
 EXPORT int cudaMemcpyToSymbol(const void *, const void *, size_t, size_t, int) { return kSuccess; }
@@ -337,14 +338,14 @@ EXPORT int cudaMemsetAsync(void *at, int value, size_t bytes, Stream *stream) {
     if (!computes()) fill((char *)at, value, bytes);
     enqueue(stream, (double)bytes / settings().memory_rate + 1.5e-6);
   }
-  enqueue_work(stream, "a fill", in_one_go([=] { fill((char *)at, value, bytes); }));
+  if (!vgpu_covered()) enqueue_work(stream, "a fill", in_one_go([=] { fill((char *)at, value, bytes); }));
   return kSuccess;
 }
 EXPORT int cudaMemset(void *at, int value, size_t bytes) { return cudaMemsetAsync(at, value, bytes, nullptr); }
 EXPORT int cuMemsetD32Async(uint32_t *at, unsigned value, size_t count, Stream *stream) {
   if (!computes()) std::fill(at, at + count, value);
   enqueue(stream, settings().shortest_kernel);
-  enqueue_work(stream, "a fill", in_one_go([=] { std::fill(at, at + count, value); }));
+  if (!vgpu_covered()) enqueue_work(stream, "a fill", in_one_go([=] { std::fill(at, at + count, value); }));
   return kSuccess;
 }
 

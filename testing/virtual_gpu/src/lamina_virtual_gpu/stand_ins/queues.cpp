@@ -6,6 +6,7 @@
 //   adversarial  as eager streams (at once) and lazy ones (late) that VGPU_SEED chooses, and chooses anew now and then
 #include <dlfcn.h>
 #include <stdio.h>
+#include <string.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -75,11 +76,10 @@ void wait_for_mark(Stream *handle, MarkPointer mark) {
 }
 
 // The legacy default stream and the streams that were not made non-blocking wait for each other.
-static void wait_for_default(Stream *handle, Stream *stream) {
+static void wait_for_default(Stream *stream) {
   for (Stream *other : all_streams()) {
     if (other == stream || other->device != stream->device || other->queue.empty()) continue;
-    const bool other_is_default = other->index == 0;
-    const bool pair = is_default(handle) ? !(other->flags & kNonBlocking) : other_is_default && !(stream->flags & kNonBlocking);
+    const bool pair = stream->index == 0 ? !(other->flags & kNonBlocking) : other->index == 0 && !(stream->flags & kNonBlocking);
     if (pair) wait_for_mark(stream, record_mark(other));
   }
 }
@@ -171,7 +171,7 @@ void enqueue_work(Stream *handle, const char *what, Work work) {
     stream->capture->work.emplace_back(what, std::move(work));
     return;
   }
-  wait_for_default(handle, stream);
+  wait_for_default(stream);
   lock.unlock();
   Step step = work();  // it may be Python's
   lock.lock();
@@ -194,11 +194,23 @@ static Stream *leads_to(const Mark &mark) {
   return nullptr;
 }
 
+// While the host waits for one stream, others may do some of their work in between.
+static void meddle(Locked &lock) {
+  while (dice()() % 2) {
+    std::vector<Stream *> ready;
+    for (Stream *stream : all_streams())
+      if (can_begin(stream)) ready.push_back(stream);
+    if (ready.empty() || advance(lock, ready[dice()() % ready.size()]) == Progress::none) return;
+  }
+}
+
 static bool go_to(const MarkPointer &mark, bool to_the_end) {
   if (!mark) return true;
   WithoutPython release;
   Locked lock(state_lock());
   while (!mark->reached) {
+    if (settings().order == Order::adversarial) meddle(lock);
+    if (mark->reached) break;
     Stream *stream = leads_to(*mark);
     if (stream && advance(lock, stream) == Progress::some) continue;
     // Another thread is at it, or a peer is late: what the peer waits for may be in any stream.
@@ -254,28 +266,28 @@ void keep_running() {
 
 }  // namespace virtual_gpu
 
-// ---- work of Python (computing.py): it is a number, and Python knows what it stands for
+EXPORT void vgpu_spoil(Stream *stream, void *at, size_t bytes) {
+  if (settings().order != Order::adversarial || !bytes) return;
+  enqueue_work(stream, "fresh memory", in_one_go([=] { memset(at, 0xff, bytes); }));
+}
+
+static thread_local int covers = 0;
+EXPORT void vgpu_cover(int more) { covers += more; }
+EXPORT int vgpu_covered() { return covers > 0; }
+
+// ---- work of Python (arithmetic/work.py): it is a number, and Python knows what it stands for
 
 static int (*run_in_python)(long) = nullptr;
 EXPORT void vgpu_on_work(int (*act)(long)) { run_in_python = act; }
 
-// Returns whether the work was captured: it may run many times then, or never.
-EXPORT int vgpu_enqueue_work(Stream *stream, const char *what, long number) {
-  bool captured;
-  {
-    LOCKED;
-    captured = stream_of(stream)->capture != nullptr;
-  }
+EXPORT void vgpu_enqueue_work(Stream *stream, int device, const char *what, long number) {
   static auto &names = *new std::set<std::string>;
   const char *kept;
   {
     LOCKED;
     kept = names.insert(what).first->c_str();
   }
-  enqueue_work(stream, kept, in_one_go([=] {
-                 if (run_in_python && !run_in_python(number)) failed = true;
+  enqueue_work(stream_on(stream, device), kept, in_one_go([=] {
+                 if (!run_in_python(number)) failed = true;
                }));
-  return captured;
 }
-EXPORT void vgpu_reach_end_of(Stream *stream) { reach_end_of(stream); }
-EXPORT int vgpu_computes() { return computes(); }

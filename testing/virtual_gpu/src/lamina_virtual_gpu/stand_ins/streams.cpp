@@ -49,6 +49,8 @@ bool is_default(Stream *handle) { return (uintptr_t)handle <= 2; }
 
 Stream *stream_of(Stream *handle) { return is_default(handle) ? default_stream(current_device()) : handle; }
 
+Stream *stream_on(Stream *handle, int device) { return is_default(handle) ? default_stream(device) : handle; }
+
 void every_stream(void (*act)(Stream *, void *), void *argument) {
   for (int device = 0; device < settings().devices; device++) act(default_stream(device), argument);
   for (Stream *stream : created()) act(stream, argument);

@@ -1,0 +1,244 @@
+"""Operators that the CPU has no kernel for, or whose kernel refuses what CUDA's gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina_virtual_gpu.arithmetic import attention
+from lamina_virtual_gpu.arithmetic.keys import generator_of, key_of_operator
+
+aten = torch.ops.aten
+Number = float | int
+
+
+def rms_norm_backward(
+    grad: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """`aten::_fused_rms_norm_backward`, in the order of the CPU's own backward."""
+    inner = tuple(range(-len(normalized_shape), 0))
+    outer = tuple(range(input.dim() - len(normalized_shape)))
+    wide, slope, root = (attention.wide(x) for x in (input, grad, rstd))
+    of_weight = None
+    if weight is not None:
+        if output_mask[1]:
+            of_weight = (slope * (wide * root)).sum(outer).to(weight.dtype)
+        slope = slope * attention.wide(weight)
+    of_root = (slope * wide).sum(inner, keepdim=True)
+    count = wide.numel() // max(1, root.numel())
+    of_mean = -0.5 * of_root * root.pow(3)
+    of_input = slope * root + (of_mean / count).expand_as(wide) * (wide * 2.0)
+    return of_input.to(input.dtype), of_weight
+
+
+def mm(self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`aten::mm.dtype`: products of narrow numbers that are summed and kept in wide ones."""
+    return torch.mm(self.to(out_dtype), mat2.to(out_dtype))
+
+
+def bmm(self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`aten::bmm.dtype`."""
+    return torch.bmm(self.to(out_dtype), mat2.to(out_dtype))
+
+
+def addmm(
+    self: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    beta: Number = 1,
+    alpha: Number = 1,
+) -> Tensor:
+    """`aten::addmm.dtype`."""
+    wide = (x.to(out_dtype) for x in (self, mat1, mat2))
+    return torch.addmm(*wide, beta=beta, alpha=alpha)
+
+
+def baddbmm(
+    self: Tensor,
+    batch1: Tensor,
+    batch2: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    beta: Number = 1,
+    alpha: Number = 1,
+) -> Tensor:
+    """`aten::baddbmm.dtype`."""
+    wide = (x.to(out_dtype) for x in (self, batch1, batch2))
+    return torch.baddbmm(*wide, beta=beta, alpha=alpha)
+
+
+def into(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the form of an operator that writes into `out`."""
+
+    def write(*given: Any, out: Tensor, **more: Any) -> Tensor:
+        return out.copy_(function(*given, **more))
+
+    return write
+
+
+def depthwise(
+    self: Tensor,
+    weight: Tensor,
+    kernel_size: Sequence[int],
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """`aten::_conv_depthwise2d`, and in three dimensions: a group for each channel."""
+    none = [0] * len(stride)
+    groups = self.size(1)
+    given = (self, weight, bias, stride, padding, dilation, False, none, groups)
+    out: Tensor = aten.convolution.default(*given)
+    return out
+
+
+def scaled_grouped(
+    self: Tensor,
+    mat2: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`aten::_scaled_grouped_mm` with a scale for each row: what FP8 stands for, multiplied."""
+    if scale_a.dtype != torch.float32 or bias is not None or scale_result is not None:
+        raise NotImplementedError(
+            f"aten::_scaled_grouped_mm with scales of {scale_a.dtype} or a bias has no arithmetic "
+            "on the virtual GPU.\nUse one scale for each row, or run without VGPU_COMPUTE"
+        )
+    ends = [] if offs is None else offs.tolist()
+    a, b = self.float(), mat2.float()
+    out = torch.bfloat16 if out_dtype is None else out_dtype
+    starts = [0, *ends[:-1]]
+    pairs = list(zip(starts, ends, strict=True))
+    if a.dim() == 2 and b.dim() == 2:  # the inner dimension is in groups
+        parts_a = scale_a.view(len(ends), a.size(0), 1)
+        parts_b = scale_b.view(len(ends), 1, b.size(1))
+        products = [(a[:, i:j] @ b[i:j]) * x * y
+                    for (i, j), x, y in zip(pairs, parts_a, parts_b, strict=True)]  # fmt: skip
+        return torch.stack(products).to(out)
+    a = a * scale_a.unsqueeze(-1)
+    b = b * scale_b.unsqueeze(-2)
+    if a.dim() == 2:
+        whole = a.new_zeros(a.size(0), b.size(-1))
+        for group, (i, j) in enumerate(pairs):
+            whole[i:j] = a[i:j] @ b[group]
+        return whole.to(out)
+    if b.dim() == 2:
+        whole = a.new_zeros(a.size(-2), b.size(-1))
+        for group, (i, j) in enumerate(pairs):
+            whole[:, i:j] = a[group] @ b[:, i:j]
+        return whole.to(out)
+    return (a @ b).to(out)
+
+
+def fused_dropout(
+    self: Tensor, p: float, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """`aten::_fused_dropout`: `p` is how likely an element is kept."""
+    kept = torch.empty_like(self, dtype=torch.uint8).bernoulli_(p, generator=generator)
+    return self * kept / p, kept
+
+
+def masked_scale(self: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """`aten::_masked_scale`."""
+    return self * mask * scale
+
+
+NEW: dict[str, Callable[..., Any]] = {
+    **attention.OPERATORS,
+    "_fused_rms_norm_backward": rms_norm_backward,
+    "mm.dtype": mm,
+    "mm.dtype_out": into(mm),
+    "bmm.dtype": bmm,
+    "bmm.dtype_out": into(bmm),
+    "addmm.dtype": addmm,
+    "addmm.dtype_out": into(addmm),
+    "baddbmm.dtype": baddbmm,
+    "baddbmm.dtype_out": into(baddbmm),
+    "_conv_depthwise2d": depthwise,
+    "conv_depthwise3d": depthwise,
+    "_scaled_grouped_mm": scaled_grouped,
+    "_fused_dropout": fused_dropout,
+    "_masked_scale": masked_scale,
+}
+
+
+# ---- operators of the CPU that are asked for what CUDA does otherwise
+
+Kernel = Callable[..., Any]
+
+
+def native_dropout(plain: Kernel, input: Tensor, p: float, train: bool | None) -> tuple[Any, ...]:
+    """Draw from the key of the GPU's operator, and from the CPU's generator for the CPU's own."""
+    key = key_of_operator()
+    if key is None or train is False or p in (0, 1):
+        return tuple(plain(input, p, train))
+    mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p, generator=generator_of(key))
+    return input * mask * (1 / (1 - p)), mask
+
+
+def layer_norm_backward(
+    plain: Kernel,
+    grad: Tensor,
+    input: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    *more: Any,
+) -> tuple[Any, ...]:
+    """Take statistics in fp32 beside narrow numbers, as CUDA's forward gives them."""
+    if mean.dtype != input.dtype and (weight is None or weight.dtype == input.dtype):
+        mean, rstd = mean.to(input.dtype), rstd.to(input.dtype)
+    return tuple(plain(grad, input, shape, mean, rstd, weight, *more))
+
+
+def group_norm_backward(
+    plain: Kernel, grad: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Any, *more: Any
+) -> tuple[Any, ...]:
+    """The same for groups of channels."""
+    if mean.dtype != input.dtype and (weight is None or weight.dtype == input.dtype):
+        mean, rstd = mean.to(input.dtype), rstd.to(input.dtype)
+    return tuple(plain(grad, input, mean, rstd, weight, *more))
+
+
+CHANGED: dict[str, Kernel] = {
+    "native_dropout": native_dropout,
+    "native_layer_norm_backward": layer_norm_backward,
+    "native_group_norm_backward": group_norm_backward,
+}
+
+
+def install() -> object:
+    """Register all of these for the CPU; they stay until what is returned is dropped."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for name, function in NEW.items():
+        library.impl(name, function, "CPU")
+    for name, change in CHANGED.items():
+        library.impl(name, changed(name, change), "CPU", with_keyset=True)
+    return library
+
+
+def changed(name: str, change: Kernel) -> Kernel:
+    """Return a kernel that has the operator's own at hand."""
+    own = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def kernel(keys: Any, *given: Any, **more: Any) -> Any:
+        return change(lambda *rest: own.call_boxed(keys, *rest), *given, **more)
+
+    return kernel

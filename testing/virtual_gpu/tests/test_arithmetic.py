@@ -1,0 +1,163 @@
+"""With `VGPU_COMPUTE` the virtual GPU computes, by the CPU's kernels over its own memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAMS = Path(__file__).with_name("arithmetic_programs.py")
+ORDERS = ("at-once", "clock", "late", "adversarial")
+
+
+@pytest.fixture(scope="module", params=ORDERS)
+def differences(request: pytest.FixtureRequest) -> dict[str, float]:
+    """How far each way to train on the GPU is from the same on the CPU."""
+    env = {**os.environ, "VGPU_COMPUTE": request.param}
+    command = [sys.executable, str(PROGRAMS)]
+    answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    found: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_transformer_trains_on_the_gpu_with_the_bits_of_the_cpu(differences):
+    ways = ("foreach", "one by one", "fused", "bf16", "autocast")
+    assert {way: differences[way] for way in ways} == dict.fromkeys(ways, 0.0)
+
+
+def test_a_backward_that_the_cpu_does_in_other_steps_is_as_near(differences):
+    assert differences["rms, loss"] < 1e-5
+
+
+def test_dropout_is_drawn_from_the_state_of_the_gpus_generator(differences):
+    assert differences["recomputed dropout"] == differences["drawn again"] == 0.0
+    assert differences["dropout does something"] > 1e-3
+
+
+OPERATORS = """
+    import json, torch, torch.nn.functional as F
+    torch.manual_seed(0)
+
+    def wide(shape, **how):
+        return torch.randn(shape, **how)
+
+    def both(function, *given):
+        '''Outputs and gradients on the CPU and on the GPU.'''
+        answers = []
+        for device in ("cpu", "cuda"):
+            there = [x.detach().to(device) if isinstance(x, torch.Tensor) else x for x in given]
+            trained = [x.requires_grad_() for x in there
+                       if isinstance(x, torch.Tensor) and x.is_floating_point()]
+            out = function(*there)
+            if isinstance(out, torch.Tensor) and out.requires_grad:
+                grads = torch.autograd.grad(out.float().square().sum(), trained, allow_unused=True)
+            else:
+                grads = []
+            parts = [*(out if isinstance(out, (tuple, list)) else [out]), *grads]
+            answers.append([x.detach().cpu() for x in parts if x is not None])
+        return max((float((a.double() - b.double()).abs().max()) if a.numel() else 0.0)
+                   if a.shape == b.shape else 1e9 for a, b in zip(*answers, strict=True))
+
+    x, mask = wide((6, 8)), wide((6, 8)) > 0
+    places = torch.tensor([3, 1, 1])
+    q, k, v = wide((2, 4, 24, 16)), wide((2, 2, 24, 16)), wide((2, 2, 24, 16))
+    bias = wide((2, 4, 24, 24))
+    def row_scaled(a, b):
+        kind = torch.float8_e4m3fn
+        one = torch.ones((), device=a.device)
+        return torch._scaled_mm(a.detach().to(kind), b.detach().to(kind).t(), one, one,
+                                out_dtype=torch.bfloat16)
+    def grouped(a, b, ends):
+        return F.grouped_mm(a.bfloat16(), b.bfloat16(), offs=ends)
+    def put(a, p):
+        b = a.clone(); b[p] = 7.0; b[a > 0] *= 2; b[:, 1:3].add_(1); return b
+    cases = {
+        "masks": both(lambda a, m: a[m], x, mask),
+        "writes": both(put, x, places),
+        "nonzero": both(lambda m: m.nonzero(), mask),
+        "unique": both(lambda p: torch.unique(p, return_counts=True), places),
+        "sort": both(lambda a: torch.sort(a, 1), x),
+        "topk": both(lambda a: torch.topk(a, 3), x),
+        "index_add": both(lambda a, p: torch.zeros_like(a).index_add(0, p, a[:3]), x, places),
+        "scan": both(lambda a: a.cumsum(1).logsumexp(0), x),
+        "attention of few heads": both(
+            lambda *a: F.scaled_dot_product_attention(*a, is_causal=True, enable_gqa=True),
+            q, k, v),
+        "attention with a bias": both(
+            lambda a, m: F.scaled_dot_product_attention(a, a, a, attn_mask=m), q, bias),
+        "a convolution": both(lambda a, w: F.conv2d(a, w), wide((2, 3, 9, 9)), wide((4, 3, 3, 3))),
+        "of each channel": both(
+            lambda a, w: F.conv1d(a, w, groups=3), wide((2, 3, 9)), wide((3, 1, 3))),
+        "groups": both(grouped, wide((16, 16)), wide((2, 16, 16)), torch.tensor([4, 16]).int()),
+        "fp8": both(row_scaled, wide((16, 32)), wide((16, 32))),
+        "a solution": both(
+            lambda a: torch.linalg.cholesky(a @ a.T + torch.eye(6, device=a.device)), x),
+        "norms": both(lambda a: torch.stack(torch._foreach_norm([a, a * 2])), x),
+    }
+    flash = F.scaled_dot_product_attention(*(x.cuda().bfloat16() for x in (q, q, q)))
+    wanted = F.scaled_dot_product_attention(q, q, q)
+    cases["flash"] = float((flash.cpu().float() - wanted).abs().max()) - 0.05
+    print(json.dumps({name: value for name, value in cases.items() if value > 1e-3}))
+"""
+
+
+@pytest.mark.parametrize("order", ["at-once", "adversarial"])
+def test_operators_agree_with_the_cpu(program: Any, order: str) -> None:
+    assert program(OPERATORS, VGPU_COMPUTE=order) == {}
+
+
+def test_a_kernel_that_no_operator_covers_is_refused_by_name(program):
+    text = """
+        import json, torch
+        x = torch.ones(1000, device="cuda")
+        try:
+            source = "extern \\"C\\" __global__ void mine(float *x) {}"
+            torch.cuda._compile_kernel(source, "mine")((1, 1, 1), (32, 1, 1), (x,))
+            print(json.dumps("computed"))
+        except Exception as error:
+            print(json.dumps("refused"))
+        """
+    assert program(text, VGPU_COMPUTE="at-once") == "refused"
+
+
+def test_an_operator_without_arithmetic_raises_its_name(program):
+    text = """
+        import json, torch
+        x = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+        try:
+            torch.ops.aten._convert_weight_to_int4pack(torch.ones(16, 16, device="cuda").int(), 2)
+        except NotImplementedError as error:
+            print(json.dumps(str(error)))
+        """
+    assert "_convert_weight_to_int4pack has no arithmetic" in program(text, VGPU_COMPUTE="at-once")
+
+
+TRITON = """
+    import json, torch, triton, triton.language as tl
+
+    @triton.jit
+    def half(x):
+        return x * 0.5
+
+    @triton.jit
+    def kernel(x, y, count, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        nothing = tl.sum(tl.zeros((4,), tl.float32))
+        tl.store(y + at, half(tl.load(x + at, mask=at < count)) + nothing, mask=at < count)
+
+    import lamina_virtual_gpu as virtual_gpu
+    x, y = torch.arange(100.0, device="cuda"), torch.empty(100, device="cuda")
+    for block in (64, 128):  # the second is compiled after the first has been interpreted
+        kernel[(triton.cdiv(100, block),)](x, y, 100, BLOCK=block)
+    print(json.dumps([y.tolist() == (x / 2).tolist(), virtual_gpu.record().kernels["kernel"][0]]))
+"""
+
+
+def test_a_kernel_of_triton_is_compiled_launched_and_computed(program, tmp_path):
+    assert program(TRITON, VGPU_COMPUTE="late") == [True, 2]

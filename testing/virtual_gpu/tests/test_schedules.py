@@ -1,0 +1,181 @@
+"""Streams are late, and in as unlucky an order as waits allow: a missing wait is a wrong number."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SEEDS = 20  # one of so many must show a fault
+
+# What each fault is in a training step: `wait(name)` is a line that can be left out.
+FAULTS = """
+    import json, os, sys, torch
+    torch.manual_seed(0)
+    left_out = sys.argv[1]
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    N = 1 << 10
+
+    def wait(name, stream, other):
+        if name != left_out:
+            stream.wait_stream(other)
+
+    def storage_is_reused_before_its_collective_ends():
+        message = torch.full((N,), 3.0, device="cuda")
+        out = torch.zeros(N, device="cuda")
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            out.copy_(message * 1.0)  # stands for a collective
+        if left_out != "reuse":
+            message.record_stream(side)
+        del message
+        torch.full((N,), 7.0, device="cuda")  # may get the same block
+        main.wait_stream(side)
+        return out
+
+    def the_optimizer_waits_for_the_reduction():
+        gradient, weight = torch.ones(N, device="cuda"), torch.zeros(N, device="cuda")
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            gradient.mul_(5.0)
+        wait("optimizer", main, side)
+        weight.sub_(gradient)
+        main.wait_stream(side)
+        return weight
+
+    def a_prefetch_goes_into_a_free_slot():
+        slot, weights = torch.full((N,), 2.0, device="cuda"), torch.full((N,), 9.0, device="cuda")
+        side.wait_stream(main)
+        backward = slot * 3.0
+        wait("prefetch", side, main)
+        with torch.cuda.stream(side):
+            slot.copy_(weights)
+        main.wait_stream(side)
+        return backward
+
+    def memory_is_freed_on_the_stream_that_used_it():
+        out = torch.zeros(N, device="cuda")
+        with torch.cuda.stream(side):
+            scratch = torch.full((N,), 4.0, device="cuda")
+        main.wait_stream(side)
+        out.copy_(scratch * 1.0)
+        if left_out != "free":
+            side.wait_stream(main)
+        del scratch
+        with torch.cuda.stream(side):
+            torch.full((N,), 8.0, device="cuda")
+        main.wait_stream(side)
+        return out
+
+    def a_host_copy_is_read_when_it_has_ended():
+        there, here = torch.full((N,), 6.0, device="cuda"), torch.zeros(N).pin_memory()
+        here.copy_(there, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        if left_out != "host copy":
+            done.synchronize()
+        return here.clone()
+
+    def pinned_memory_is_written_when_it_was_read():
+        here, there = torch.full((N,), 6.0).pin_memory(), torch.zeros(N, device="cuda")
+        there.copy_(here, non_blocking=True)
+        if left_out != "staging":
+            torch.cuda.current_stream().synchronize()
+        here.fill_(1.0)
+        return there
+
+    CASES = {
+        "reuse": (storage_is_reused_before_its_collective_ends, 3.0),
+        "optimizer": (the_optimizer_waits_for_the_reduction, -5.0),
+        "prefetch": (a_prefetch_goes_into_a_free_slot, 6.0),
+        "free": (memory_is_freed_on_the_stream_that_used_it, 4.0),
+        "host copy": (a_host_copy_is_read_when_it_has_ended, 6.0),
+        "staging": (pinned_memory_is_written_when_it_was_read, 6.0),
+    }
+    wrong = []
+    for name, (case, wanted) in CASES.items():
+        torch.cuda.synchronize()
+        if not case().cpu().eq(wanted).all():
+            wrong.append(name)
+    print(json.dumps(wrong))
+"""
+NAMES = ("reuse", "optimizer", "prefetch", "free", "host copy", "staging")
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> Any:
+    """Run the cases with one wait left out, and return those whose numbers are wrong."""
+    path = tmp_path / "faults.py"
+    path.write_text(textwrap.dedent(FAULTS))
+
+    def run(left_out: str, order: str, seed: int = 0) -> list[str]:
+        env = {**os.environ, "VGPU_COMPUTE": order, "VGPU_SEED": str(seed)}
+        command = [sys.executable, str(path), left_out]
+        answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert answer.returncode == 0, answer.stderr[-3000:]
+        found: list[str] = json.loads(answer.stdout.splitlines()[-1])
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("order", ["at-once", "clock", "late"])
+def test_a_program_with_all_its_waits_is_right_in_every_order(wrong, order):
+    assert wrong("nothing", order) == []
+
+
+def test_a_program_with_all_its_waits_is_right_under_an_adversary(wrong):
+    assert [wrong("nothing", "adversarial", seed) for seed in range(5)] == [[]] * 5
+
+
+def test_nothing_shows_a_missing_wait_where_all_is_done_at_once(wrong):
+    assert wrong("optimizer", "at-once") == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_wait_gives_a_wrong_number_under_some_seed(wrong, name):
+    seed = next((seed for seed in range(SEEDS) if wrong(name, "adversarial", seed)), None)
+    assert seed is not None, f"{name}: {SEEDS} seeds, and no wrong number"
+    assert wrong(name, "adversarial", seed) == [name], "the seed gives the fault again"
+
+
+def test_a_graph_replays_its_work_with_the_addresses_of_its_capture(program):
+    text = """
+        import json, torch
+        x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = (x * 2).sum()
+            kept = torch.nn.functional.dropout(torch.ones(64, device="cuda"))
+        answers, masks = [], set()
+        for value in range(4):
+            x.fill_(value)
+            graph.replay()
+            answers.append(y.item())
+            masks.add(tuple(kept.tolist()))
+        stale = torch.full((4,), 5.0, device="cuda")
+        x.set_(stale)  # the graph knows nothing of it: it reads the memory of its capture
+        graph.replay()
+        print(json.dumps([answers, len(masks), y.item()]))
+        """
+    for order in ("at-once", "late", "adversarial"):
+        assert program(text, VGPU_COMPUTE=order) == [[0.0, 8.0, 16.0, 24.0], 4, 24.0]
+
+
+def test_work_that_fails_late_ends_the_streams_with_its_name(program):
+    text = """
+        import json, torch
+        x = torch.full((4,), 9, device="cuda")
+        try:
+            torch.ones(3, device="cuda")[x]
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(json.dumps(str(error).splitlines()[0]))
+        """
+    assert "launch failure" in program(text, VGPU_COMPUTE="late")
+    assert "out of range" in program(text, VGPU_COMPUTE="at-once")

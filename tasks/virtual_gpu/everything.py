@@ -3,7 +3,8 @@
 `python3 noxfile.py -s virtual-gpu -- all` runs every part, `-- all ddp-2 models` some,
 `-- all --share 1/4` the first quarter, and `--minutes 5` ends after that time. A part that was cut
 off goes on in the next run. What compares values that the device would have computed is left out
-(`VGPU_VALUES=unknown`); the rest is asserted. `--keep` writes `docs/records/virtual-gpu.md`.
+(`VGPU_VALUES=unknown`); the rest is asserted. With `--compute at-once`, or another order, the
+device computes, and values are asserted too. `--keep` writes `docs/records/virtual-gpu.md`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ RESULTS = ROOT / ".virtual-gpu"
 RECORD = ROOT / "docs" / "records" / "virtual-gpu.md"
 BY_HAND = "## From other commands\n"  # what follows in the record stays
 WORLDS = (1, 2, 4, 8)
+ORDERS = ("none", "at-once", "clock", "late", "adversarial")
 MARKED = {
     "step": ("tests/test_gpu.py",),
     "models": tuple(
@@ -45,27 +47,35 @@ class Part:
 
     name: str
     words: tuple[str, ...]
+    order: str = "none"
 
     @property
     def results(self) -> Path:
         """Return the file that has each test's result."""
-        return RESULTS / f"{self.name}.jsonl"
+        kind = "" if self.order == "none" else f"-{self.order}"
+        return RESULTS / f"{self.name}{kind}.jsonl"
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return the device's settings: it computes in some order, or values are left out."""
+        values = {"VGPU_VALUES": "unknown"} if self.order == "none" else {}
+        return {**values, "VGPU_COMPUTE": self.order, "VGPU_DEVICES": "8"}
 
 
-def parts() -> list[Part]:
+def parts(order: str = "none") -> list[Part]:
     """Return all parts: files marked for GPUs, then each layer on each number of NCCL ranks."""
-    found = [Part(name, files) for name, files in MARKED.items()]
+    found = [Part(name, files, order) for name, files in MARKED.items()]
     for layer in LAYERS:
         for world in WORLDS:
             words = (f"packages/{layer}/tests", "--backend", "nccl", "--world-size", str(world))
-            found.append(Part(f"{layer}-{world}", words))
+            found.append(Part(f"{layer}-{world}", words, order))
     return found
 
 
 def run(part: Part, seconds: float) -> None:
     """Run a part for so long; what has ended without a failure before is not run again."""
     RESULTS.mkdir(exist_ok=True)
-    env = {**os.environ, "VGPU_VALUES": "unknown", "VGPU_DEVICES": "8"}
+    env = {**os.environ, **part.settings}
     more = ["--results", str(part.results)]
     command = [sys.executable, "-m", "pytest", *PLUGINS, *part.words, *more]
     with subprocess.Popen(command, cwd=ROOT, env=env) as process:
@@ -108,11 +118,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="PART", help="such as ddp-2; all if none")
     parser.add_argument("--share", default="1/1", help="1/4: the first quarter of the parts")
     parser.add_argument("--minutes", type=float, default=math.inf, help="for all together")
+    parser.add_argument("--compute", default="none", choices=ORDERS, help="with values")
     parser.add_argument("--keep", action="store_true", help="write the record")
     options = parser.parse_args(words)
     place, _, count = options.share.partition("/")
     names = set(options.names)
-    chosen = [part for part in parts() if not names or part.name in names]
+    chosen = [part for part in parts(options.compute) if not names or part.name in names]
     mine = chosen[int(place) - 1 :: int(count)]
     if not mine:
         print(f"no part is called {' '.join(sorted(names))}; there are", end=" ")

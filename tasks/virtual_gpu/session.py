@@ -46,7 +46,7 @@ def set_up(session: nox.Session, torch: str = "2.14") -> Path:
 
 @nox.session(venv_backend="none", default=False, name="virtual-gpu")
 def virtual_gpu(session: nox.Session) -> None:
-    """A GPU that computes nothing, tested; `-- budgets` of a step; `-- all` tests for GPUs."""
+    """A GPU that is not there, tested; `-- budgets` of a step; `-- all` tests for GPUs."""
     words = list(session.posargs)
     torch = words.pop(words.index("--torch") + 1) if "--torch" in words else "2.14"
     words = [word for word in words if word != "--torch"]

@@ -316,6 +316,7 @@ class Kernel final : public c10::OperatorKernel {
       Aliases(false).of(arguments[i].toTensor()).copy_(computation.arguments[i].toTensor());
     }
     stack->resize(stack->size() - arguments.size());
+    Inside guard;  // the outputs' memory is written here and now: nothing may spoil it later
     size_t given = 0;
     for (size_t i = 0; i < results.size(); i++) {
       if (is_written(op.schema().returns()[i])) {

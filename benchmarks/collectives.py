@@ -62,22 +62,22 @@ def contests(
     return [
         (
             "reduce-scatter",
-            lambda: reduce_scatter_single(torch_out, buffer, group),
+            lambda: reduce_scatter_single(torch_out, buffer, group=group),
             ours(lambda g: reduce_scatter_fp32(shard32, buffer, g, statistics=False)),
         ),
         (
             "reduce-scatter and norm",
-            lambda: reduce_scatter_single(torch_out, buffer, group),
+            lambda: reduce_scatter_single(torch_out, buffer, group=group),
             ours(lambda g: reduce_scatter_fp32(shard32, buffer, g)),
         ),
         (
             "all-gather",
-            lambda: all_gather_single(whole, shard, group),
+            lambda: all_gather_single(whole, shard, group=group),
             ours(lambda g: all_gather_into(whole, shard, g)),
         ),
         (
             "all-gather in place",
-            lambda: all_gather_single(whole, own, group),
+            lambda: all_gather_single(whole, own, group=group),
             ours(lambda g: all_gather_into(whole, own, g)),
         ),
         (

@@ -111,7 +111,10 @@ class LoopMoE(nn.Module):
                 result = self.mlp(flat[index], self.up[expert], self.down[expert])
                 out = out.index_add(0, index, result * weight[:, None])
         if hasattr(self, "shared_up"):
-            out = out + self.mlp(flat, self.shared_up, self.shared_down)
+            beside = self.mlp(flat, self.shared_up, self.shared_down)
+            if hasattr(self, "shared_gate"):
+                beside = beside / (1.0 + (-(flat @ self.shared_gate.t())).exp())
+            out = out + beside
         self.add_losses(logits, scores, chosen, set(real), x.shape)
         for t in real:
             for expert in chosen[t]:
@@ -204,6 +207,8 @@ def weights_of(layer):
     if layer.shared is not None:
         found["shared_up"] = layer.shared.up.weight
         found["shared_down"] = layer.shared.down.weight
+    if layer.shared_gate is not None:
+        found["shared_gate"] = layer.shared_gate.weight
     return found
 
 
@@ -213,4 +218,5 @@ NAMES = {
     "down": "experts.down",
     "shared_up": "shared.up.weight",
     "shared_down": "shared.down.weight",
+    "shared_gate": "shared_gate.weight",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,7 @@ from lamina.models import (
 from lamina.models.parallel_types import check_types
 from lamina_testing import device_type
 
-from . import test_context_parallel, test_tensor_parallel
+from . import moe_parity, test_context_parallel, test_tensor_parallel
 
 LLAMA = test_tensor_parallel.LLAMA
 LOCAL, WIDE, STILL = (
@@ -235,3 +236,11 @@ def test_parts_that_do_not_exist_are_refused(change, message):
 def test_configs_with_specifications_print_as_they_are_written():
     spec = LayerSpec("T", sliding_window=5, positions="none")
     assert eval(repr(spec)) == spec
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 2, "expert_tp": 2}, {"ep": 2}])
+def test_a_gated_shared_expert_trains_as_in_one_process(axes):
+    moe = {"shared_ffn_size": 16, "shared_gate": True}
+    cut = {"sequence_parallel": axes == {"tp": 2}}
+    moe_parity.check(moe_parity.Case(axes, moe, strategy=0, config=cut, max_norm=math.inf), 2)

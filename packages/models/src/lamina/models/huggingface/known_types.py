@@ -55,6 +55,13 @@ def fused_by_head(config: TransformerConfig) -> list[int]:
             for kind in range(3) for h in range(heads) for i in range(width)]  # fmt: skip
 
 
+def _first_layers(dense: Sequence[int]) -> int:
+    """The number of dense layers, if these are the first."""
+    if sorted(dense) != list(range(len(dense))):
+        raise ValueError(f"mlp_only_layers is {dense}: only the first layers may be dense here")
+    return len(dense)
+
+
 _TYPES = (
     # ------------------------------------------------------------- names alone
     ModelType(
@@ -128,10 +135,11 @@ _TYPES = (
         name="deepseek_v2",
         architecture="DeepseekV2ForCausalLM",
         latent=True,
-        experts={},
-        expert_constants={"scores": "softmax"},
+        experts={**NO_GROUPS, "normalize_weights": None},
+        expert_constants={"normalize_weights": False},
         refused={"topk_method": "greedy"},
-        ignored=("qk_head_dim", "head_dim"),
+        # Its greedy router knows neither groups nor a sum of the weights, whatever its config says.
+        ignored=("qk_head_dim", "head_dim", "n_group", "topk_group", "norm_topk_prob"),
     ),
     ModelType(
         name="glm4_moe_lite",
@@ -182,12 +190,18 @@ _TYPES = (
     ModelType(
         name="solar_open",
         architecture="SolarOpenForCausalLM",
+        constants={"attention_output_bias": False},
         fields={"ffn_size": None, "mlp_bias": None},
         experts={"first_dense": None},
         expert_constants=SIGMOID_GROUPS,
     ),
     # ------------------------------------------------------------- RoPE of neighbours, or of a part
-    ModelType(name="helium", architecture="HeliumForCausalLM", interleaved=True),
+    ModelType(
+        name="helium",
+        architecture="HeliumForCausalLM",
+        interleaved=True,
+        constants={"attention_output_bias": False},
+    ),
     ModelType(
         name="ernie4_5",
         architecture="Ernie4_5ForCausalLM",
@@ -478,6 +492,29 @@ _TYPES = (
             "attention_softmax_in_fp32",
             "scale_attention_softmax_in_fp32",
         ),
+    ),
+    ModelType(
+        name="qwen2_moe",
+        architecture="Qwen2MoeForCausalLM",
+        constants={"attention_output_bias": False},
+        fields={
+            "head_dim": None,
+            "mlp_bias": None,
+            "attention_bias": Field("qkv_bias", True),
+            "sliding_window": Field("sliding_window", None, lambda window: window or None),
+        },
+        experts={
+            **ONE_KIND,
+            "num_experts": Field("num_experts"),
+            "shared_ffn_size": Field("shared_expert_intermediate_size"),
+            "normalize_weights": Field("norm_topk_prob", False),
+            "every": Field("decoder_sparse_step", 1),
+            "first_dense": Field("mlp_only_layers", (), _first_layers, lambda n: list(range(n))),
+        },
+        expert_constants={"shared_gate": True},
+        layers={"layer_types": WINDOWS},
+        names={"mlp.shared_experts": "mlp.shared_expert"},
+        ignored=("use_sliding_window", "max_window_layers"),
     ),
     # ------------------------------------------------------------- stacks of several kinds
     ModelType(

@@ -11,7 +11,7 @@ from typing import Any
 
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.moe import MoEConfig
-from lamina.models.base.weight_link import WeightLink
+from lamina.models.base.weight_link import WeightLink, linked
 from lamina.models.layers.mlp import DenseMLP
 
 EXPERT_FIELDS = (
@@ -37,6 +37,8 @@ def moe_model_type(
     """
     plain = moe.scores == "softmax" and moe.num_groups == 1 and moe.weight_scale == 1.0
     plain = plain and moe.bias_rate is None and moe.shared_ffn_size is None
+    if moe.shared_gate:
+        return None
     if attention_type is not None:
         deepseek = moe.scores == "sigmoid" and moe.bias_rate is not None and moe.every == 1
         deepseek = deepseek and attention_type == "deepseek_v3"
@@ -94,6 +96,8 @@ def moe_links(
         shared = f"{files}.shared_experts"
         own = replace(config, ffn_size=moe.shared_ffn_size, mlp_bias=False)
         yield from DenseMLP().huggingface_links(own, f"{ours}.shared", shared)
+        if moe.shared_gate:
+            yield from linked(f"{ours}.shared_gate", f"{files}.shared_expert_gate")
 
 
 def warn_of_capacity(moe: MoEConfig) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.layers.linear import Linear
 from lamina.models.layers.mlp import MLP
 from lamina.models.moe.dispatcher import TokenDispatcher
 from lamina.models.moe.expert_axes import ExpertAxes
@@ -63,6 +64,10 @@ class MoELayer(nn.Module):
                 config, ffn_size=moe.shared_ffn_size, moe=None, layer_pattern=None, mamba=None
             )
             self.shared = MLP(shared, axes.tp)
+        self.shared_gate: Linear | None = None
+        if moe.shared_gate:
+            cut = axes.tokens_tp is not None
+            self.shared_gate = Linear(config.hidden_size, 1, init_std=config.init_std, partial=cut)
 
     def forward(
         self, x: Tensor, context: RoutingContext | None = None, shape: tuple[int, int] | None = None
@@ -88,6 +93,8 @@ class MoELayer(nn.Module):
         results = self.experts(way.arrive())
         way.give_back(results)
         beside = None if self.shared is None else self.shared.down(inner)
+        if self.shared_gate is not None and beside is not None:
+            beside = beside * self.shared_gate(x).sigmoid()
         output = way.combine().view(x.shape)
         return output if beside is None else output + beside
 
@@ -104,7 +111,8 @@ class Experts(LayerPart):
         """See `LayerPart.parameters`; of the experts only those count that a token is sent to."""
         moe = sizes_of(config)
         inner = moe.top_k * (moe.ffn_size or config.ffn_width) + (moe.shared_ffn_size or 0)
-        return config.hidden_size * ((3 if config.gated else 2) * inner + moe.num_experts)
+        gates = moe.num_experts + moe.shared_gate
+        return config.hidden_size * ((3 if config.gated else 2) * inner + gates)
 
 
 def sizes_of(config: TransformerConfig) -> MoEConfig:

@@ -28,6 +28,8 @@ class MoEConfig:
         ffn_size: inner width of an expert; the model's `ffn_width` if None.
         shared_ffn_size: inner width of an expert that every token goes to (several shared experts
             are one that is as wide as all of them); None has no such expert.
+        shared_gate: the result of the shared expert is multiplied by a sigmoid of a product with
+            the token (Qwen team, 2024).
         first_dense: the number of layers, from the first, that have an MLP.
         every: of the other layers every n-th has experts, beginning with the n-th.
         scores: `softmax` over the experts, or `sigmoid` of each (DeepSeek-V3).
@@ -77,6 +79,7 @@ class MoEConfig:
     top_k: int
     ffn_size: int | None = None
     shared_ffn_size: int | None = None
+    shared_gate: bool = False
     first_dense: int = 0
     every: int = 1
     scores: Scores = "softmax"
@@ -122,6 +125,9 @@ class MoEConfig:
             raise ValueError(f"jitter is {self.jitter}: it must be in [0, 1)")
         require_at_least(0, self, "switch_loss", "sequence_loss", "global_loss", "z_loss")
         require_at_least(0, self, "bias_rate", optional=True)
+
+        if self.shared_ffn_size is None:
+            refuse_unread(self, ["shared_gate"], "shared_ffn_size=None has no shared expert")
 
     def _check_groups(self) -> None:
         if self.num_groups == 1:

@@ -1,66 +1,26 @@
 """The types of transformers that are read by tables, beside those that `configs.py` reads."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lamina.models.base.config import TransformerConfig
-from lamina.models.huggingface.model_types import REQUIRED, Field, ModelType
-
-NO_ROPE = {"positions": "none", "rope_theta": 10_000.0, "rope_scaling": None,
-           "rotary_fraction": 1.0}  # fmt: skip
-WINDOWS = {"sliding_attention": {}, "full_attention": {"sliding_window": None}}
-"""Layers that see a window, and layers that see everything."""
-TURNED_IN_WINDOWS = {"sliding_attention": {}, "full_attention": {"sliding_window": None, **NO_ROPE}}
-WHERE_EXPERTS = {"dense": {"moe": None}, "sparse": {}}
-WINDOW = {"sliding_window": Field("sliding_window")}
-NO_BIASES: dict[str, Field | None] = {"attention_bias": None, "mlp_bias": None}
-LAYERNORM = {"norm": "layernorm"}
-BIASES = {"attention_bias": True, "mlp_bias": True}
-TIED = {"tie_embeddings": Field("tie_word_embeddings", True)}
-FUSED_MLP = {"mlp.gate_proj": "mlp.gate_up_proj", "mlp.up_proj": "mlp.gate_up_proj"}
-SCALES: dict[str, Field] = {
-    "embedding_scale": Field("embedding_multiplier", 1.0, float),
-    "residual_scale": Field("residual_multiplier", 1.0, float),
-    "logit_scale": Field("logits_scaling", 1.0, lambda x: 1.0 / x, lambda x: 1.0 / x),
-    "attention_scale": Field("attention_multiplier", 1.0, float),
-}
-"""The multipliers of Granite."""
-SIGMOID = {"scores": "sigmoid", "bias_rate": 0.0}
-SIGMOID_GROUPS = {**SIGMOID, "group_best": 2}
-NO_GROUPS: dict[str, Field | None] = {"num_groups": None, "groups_kept": None}
-ONE_KIND: dict[str, Field | None] = {**NO_GROUPS, "shared_ffn_size": None, "first_dense": None,
-                                     "weight_scale": None}  # fmt: skip
-ROOT_OF_WIDTH = Field("hidden_size", REQUIRED, math.sqrt, lambda scale: round(scale * scale))
-GRANITE_EXPERTS = {
-    "mlp.gate": "block_sparse_moe.router.layer",
-    "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
-    "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
-}
-GRANITE_IN_MEMORY = {
-    "mlp.gate": "block_sparse_moe.router",
-    "mlp.experts.gate_up_proj": "block_sparse_moe.experts.gate_up_proj",
-    "mlp.experts.down_proj": "block_sparse_moe.experts.down_proj",
-}
-AFTER = {"pre_norm": False, "post_norm": True}
-GPT_NAMES = {
-    "mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h",
-}  # fmt: skip
-
-
-def fused_by_head(config: TransformerConfig) -> list[int]:
-    """Rows that stand as query, key and value of the first head, then of the next."""
-    width, heads = config.head_width, config.num_heads
-    return [(h * 3 + kind) * width + i
-            for kind in range(3) for h in range(heads) for i in range(width)]  # fmt: skip
-
-
-def _first_layers(dense: Sequence[int]) -> int:
-    """The number of dense layers, if these are the first."""
-    if sorted(dense) != list(range(len(dense))):
-        raise ValueError(f"mlp_only_layers is {dense}: only the first layers may be dense here")
-    return len(dense)
-
+from lamina.models.huggingface.common_fields import (
+    AFTER,
+    BIASES,
+    FUSED_MLP,
+    GPT_NAMES,
+    LAYERNORM,
+    NO_BIASES,
+    NO_ROPE,
+    ROOT_OF_WIDTH,
+    SCALES,
+    TIED,
+    TURNED_IN_WINDOWS,
+    WINDOW,
+    WINDOWS,
+    fused_by_head,
+)
+from lamina.models.huggingface.expert_types import EXPERT_TYPES
+from lamina.models.huggingface.model_types import Field, ModelType
 
 _TYPES = (
     # ------------------------------------------------------------- names alone
@@ -131,70 +91,6 @@ _TYPES = (
         fields={**TIED, "mlp_bias": None},
         ignored=("embedding_initializer_range", "qk_head_dim", "head_dim"),
     ),
-    ModelType(
-        name="deepseek_v2",
-        architecture="DeepseekV2ForCausalLM",
-        latent=True,
-        experts={**NO_GROUPS, "normalize_weights": None},
-        expert_constants={"normalize_weights": False},
-        refused={"topk_method": "greedy"},
-        # Its greedy router knows neither groups nor a sum of the weights, whatever its config says.
-        ignored=("qk_head_dim", "head_dim", "n_group", "topk_group", "norm_topk_prob"),
-    ),
-    ModelType(
-        name="glm4_moe_lite",
-        architecture="Glm4MoeLiteForCausalLM",
-        latent=True,
-        fields={"mlp_bias": None},
-        experts={"first_dense": None},
-        expert_constants=SIGMOID_GROUPS,
-        layers={"mlp_layer_types": WHERE_EXPERTS},
-        ignored=("qk_head_dim", "head_dim"),
-    ),
-    ModelType(
-        name="hy_v3",
-        architecture="HYV3ForCausalLM",
-        constants={"qk_norm": True},
-        experts={
-            **NO_GROUPS,
-            "num_experts": Field("num_experts"),
-            "shared_ffn_size": Field("num_shared_experts", 1),
-            "weight_scale": Field("router_scaling_factor", 1.0),
-            "normalize_weights": None,
-            "first_dense": None,
-        },
-        expert_constants=SIGMOID,
-        layers={"mlp_layer_types": WHERE_EXPERTS},
-        names={
-            "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
-            "mlp.gate": "mlp.router.gate",
-            "mlp.shared_experts": "mlp.shared_mlp",
-        },
-        memory={
-            "mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias",
-            "mlp.gate": "mlp.gate",
-            "mlp.shared_experts": "mlp.shared_experts",
-        },
-        ignored=("enable_moe_fp32_combine",),
-    ),
-    ModelType(
-        name="dots1",
-        architecture="Dots1ForCausalLM",
-        constants={"qk_norm": True},
-        fields={**WINDOW, "mlp_bias": None},
-        experts={},
-        expert_constants=SIGMOID_GROUPS,
-        layers={"layer_types": WINDOWS},
-        ignored=("max_window_layers",),
-    ),
-    ModelType(
-        name="solar_open",
-        architecture="SolarOpenForCausalLM",
-        constants={"attention_output_bias": False},
-        fields={"ffn_size": None, "mlp_bias": None},
-        experts={"first_dense": None},
-        expert_constants=SIGMOID_GROUPS,
-    ),
     # ------------------------------------------------------------- RoPE of neighbours, or of a part
     ModelType(
         name="helium",
@@ -254,57 +150,11 @@ _TYPES = (
         gated=False,
         fields={"norm_eps": Field("norm_eps", 1e-5)},
     ),
-    ModelType(
-        name="glm4_moe",
-        architecture="Glm4MoeForCausalLM",
-        constants={"attention_output_bias": False},
-        fields={
-            "head_dim": Field("head_dim", None),
-            "mlp_bias": None,
-            "qk_norm": Field("use_qk_norm", False),
-        },
-        experts={},
-        expert_constants=SIGMOID_GROUPS,
-    ),
     # ------------------------------------------------------------- multipliers
     ModelType(
         name="granite",
         architecture="GraniteForCausalLM",
         fields={**SCALES, "head_dim": None},
-    ),
-    ModelType(
-        name="granitemoe",
-        architecture="GraniteMoeForCausalLM",
-        fields={**SCALES, "head_dim": None, "mlp_bias": None},
-        experts={
-            **ONE_KIND,
-            "num_experts": Field("num_local_experts"),
-            "ffn_size": None,
-            "normalize_weights": None,
-        },
-        stacked_experts=True,
-        names=GRANITE_EXPERTS,
-        memory=GRANITE_IN_MEMORY,
-    ),
-    ModelType(
-        name="granitemoeshared",
-        architecture="GraniteMoeSharedForCausalLM",
-        fields={**SCALES, "head_dim": None, "mlp_bias": None},
-        experts={
-            **ONE_KIND,
-            "num_experts": Field("num_local_experts"),
-            "shared_ffn_size": Field("shared_intermediate_size", 0),
-            "ffn_size": None,
-            "normalize_weights": None,
-        },
-        stacked_experts=True,
-        names={
-            **GRANITE_EXPERTS,
-            "mlp.shared_experts.gate_proj": "shared_mlp.input_linear",
-            "mlp.shared_experts.up_proj": "shared_mlp.input_linear",
-            "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
-        },
-        memory=GRANITE_IN_MEMORY,
     ),
     ModelType(
         name="hyperclovax",
@@ -493,88 +343,6 @@ _TYPES = (
             "scale_attention_softmax_in_fp32",
         ),
     ),
-    ModelType(
-        name="qwen2_moe",
-        architecture="Qwen2MoeForCausalLM",
-        constants={"attention_output_bias": False},
-        fields={
-            "head_dim": None,
-            "mlp_bias": None,
-            "attention_bias": Field("qkv_bias", True),
-            "sliding_window": Field("sliding_window", None, lambda window: window or None),
-        },
-        experts={
-            **ONE_KIND,
-            "num_experts": Field("num_experts"),
-            "shared_ffn_size": Field("shared_expert_intermediate_size"),
-            "normalize_weights": Field("norm_topk_prob", False),
-            "every": Field("decoder_sparse_step", 1),
-            "first_dense": Field("mlp_only_layers", (), _first_layers, lambda n: list(range(n))),
-        },
-        expert_constants={"shared_gate": True},
-        layers={"layer_types": WINDOWS},
-        names={"mlp.shared_experts": "mlp.shared_expert"},
-        ignored=("use_sliding_window", "max_window_layers"),
-    ),
-    # ------------------------------------------------------------- stacks of several kinds
-    ModelType(
-        name="nemotron_h",
-        architecture="NemotronHForCausalLM",
-        gated=False,
-        rope=False,
-        constants={"positions": "none"},
-        fields={
-            "num_layers": Field("layers_block_type", REQUIRED, len),
-            "norm_eps": Field("layer_norm_epsilon", 1e-5),
-            "activation": Field("mlp_hidden_act", "relu2"),
-            "sliding_window": Field("sliding_window", None),
-            "dropout": Field("hidden_dropout", 0.0),
-        },
-        experts={
-            "shared_ffn_size": Field("moe_shared_expert_intermediate_size", 0),
-            "first_dense": None,
-        },
-        expert_constants=SIGMOID_GROUPS,
-        mamba={
-            "state_size": Field("ssm_state_size"),
-            "head_dim": Field("mamba_head_dim"),
-            "num_heads": Field("mamba_num_heads"),
-            "groups": Field("n_groups"),
-            "conv_kernel": Field("conv_kernel", 4),
-            "conv_bias": Field("use_conv_bias", True),
-            "bias": Field("mamba_proj_bias", False),
-            "chunk_size": Field("chunk_size", 128),
-            "dt_min": Field("time_step_min", 0.001),
-            "dt_limit": Field(
-                "time_step_min", 0.001, lambda least: (least, math.inf), lambda limit: limit[0]
-            ),
-            "dt_max": Field("time_step_max", 0.1),
-        },
-        layers={
-            "layers_block_type": {
-                "linear_attention": {"letter": "M"},
-                "full_attention": {"letter": "*"},
-                "mlp": {"letter": "-"},
-                "moe": {"letter": "E"},
-            }
-        },
-        refused={"moe_latent_size": None, "use_bias": False, "mamba_hidden_act": "silu"},
-        names={
-            "model.embed_tokens": "backbone.embeddings",
-            "model.layers": "backbone.layers",
-            "model.norm": "backbone.norm_f",
-        },
-        memory={
-            "model.embed_tokens": "model.embeddings",
-            "model.layers": "model.layers",
-            "model.norm": "model.norm_f",
-        },
-        ignored=(
-            *("num_logits_to_keep", "use_mamba_kernels", "expand", "time_step_limit"),
-            *("n_shared_experts", "mtp_layers_block_type", "moe_shared_expert_overlap"),
-            *("mamba_ssm_cache_dtype", "hybrid_override_pattern"),
-        ),
-    ),
     # ------------------------------------------------------------- norms of results, of all heads
     ModelType(
         name="olmo",
@@ -598,76 +366,12 @@ _TYPES = (
         nested_rope=True,
     ),
     ModelType(
-        name="olmoe",
-        architecture="OlmoeForCausalLM",
-        constants={"qk_norm": "whole"},
-        fields={"head_dim": None, "mlp_bias": None},
-        experts={
-            **ONE_KIND,
-            "num_experts": Field("num_experts"),
-            "ffn_size": None,
-            "normalize_weights": Field("norm_topk_prob", False),
-        },
-        refused={"clip_qkv": None},
-    ),
-    ModelType(
-        name="flex_olmo",
-        architecture="FlexOlmoForCausalLM",
-        constants={**AFTER, "qk_norm": "whole"},
-        fields={"head_dim": None, "mlp_bias": None},
-        experts={
-            **ONE_KIND,
-            "num_experts": Field("num_experts"),
-            "ffn_size": None,
-            "normalize_weights": Field("norm_topk_prob", False),
-        },
-    ),
-    ModelType(
         name="exaone4",
         architecture="Exaone4ForCausalLM",
         constants={**AFTER, "qk_norm": True},
         fields={**NO_BIASES, **WINDOW, "head_dim": None},
         layers={"layer_types": TURNED_IN_WINDOWS},
         ignored=("sliding_window_pattern",),
-    ),
-    ModelType(
-        name="exaone_moe",
-        architecture="ExaoneMoeForCausalLM",
-        constants={"qk_norm": True},
-        fields={**NO_BIASES, **WINDOW, "head_dim": None},
-        experts={
-            "num_experts": Field("num_experts"),
-            "first_dense": None,
-            "shared_ffn_size": Field("num_shared_experts", 1),
-        },
-        expert_constants=SIGMOID_GROUPS,
-        layers={"layer_types": TURNED_IN_WINDOWS, "mlp_layer_types": WHERE_EXPERTS},
-        names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
-        memory={"mlp.gate.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
-        ignored=("sliding_window_pattern", "first_k_dense_replace"),
-    ),
-    ModelType(
-        name="minimax_m2",
-        architecture="MiniMaxM2ForCausalLM",
-        constants={"qk_norm": "whole"},
-        fields=NO_BIASES,
-        experts={
-            **ONE_KIND,
-            "num_experts": Field("num_local_experts"),
-            "ffn_size": None,
-            "normalize_weights": None,
-            "jitter": Field("router_jitter_noise", 0.0),
-        },
-        expert_constants=SIGMOID,
-        names={
-            "mlp": "block_sparse_moe",
-            "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
-        },
-        memory={
-            "mlp": "mlp",
-            "mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias",
-        },
-        expert_names=("w1", "w3", "w2"),
     ),
     # ------------------------------------------------------------- windows and positions by layer
     ModelType(
@@ -685,18 +389,8 @@ _TYPES = (
         refused={"mlp_bias": False},
         ignored=("pretraining_tp",),
     ),
-    ModelType(
-        name="mellum",
-        architecture="MellumForCausalLM",
-        constants={"qk_norm": True},
-        fields={"sliding_window": Field("sliding_window", None), "mlp_bias": None},
-        experts={**ONE_KIND, "num_experts": Field("num_local_experts")},
-        layers={"layer_types": WINDOWS, "mlp_layer_types": WHERE_EXPERTS},
-        nested_rope=True,
-        ignored=("mtp_layer_types", "mtp_mlp_layer_types"),
-    ),
 )
-KNOWN: dict[str, ModelType] = {each.name: each for each in _TYPES}
+KNOWN: dict[str, ModelType] = {each.name: each for each in (*_TYPES, *EXPERT_TYPES)}
 
 
 def type_of(name: Any, types: Sequence[ModelType] = ()) -> ModelType | None:

@@ -112,7 +112,9 @@ static int launch_compiled(const void *handle, Dim3 grid, Dim3 block, void **arg
     LOCKED;
     signals = work_of_signals(kernel_of(handle)->name, arguments);
   }
+  if (signals) vgpu_cover(1);  // they are its arithmetic
   const int status = launch(handle, grid, block, arguments, stream);
+  if (signals) vgpu_cover(-1);
   if (signals && !status) enqueue_work(stream, "signals of symmetric memory", signals);
   return status;
 }

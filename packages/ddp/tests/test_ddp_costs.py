@@ -2,13 +2,14 @@
 
 import gc
 import time
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
 from lamina.collectives import Ledger
-from lamina.collectives.engine import kept_bytes
+from lamina.collectives.engine import kept_bytes, use_messages
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -38,6 +39,9 @@ def build(strategy, dtype=torch.float32, replicate=1, **config):
     torch.manual_seed(0)
     model = Stack().to(dtype)
     mesh = ParallelLayout(dp_replicate=replicate).build(device_type())
+    if device_type() == "cuda":  # GPUs of a host read each other's memory; messages are measured
+        for name, purpose in product(("dp_shard_cp", "dp_replicate"), ("gather", "reduce")):
+            use_messages(mesh.axis(name).sibling(purpose))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = {"bucket_size": 1, "overlap_grad_reduce": True, **config}
     wrapped = DistributedDataParallel(

@@ -135,6 +135,14 @@ class CalledAgain(OddNet):
         return self.leave(x) * self.temperature + self.empty.sum()
 
 
+class CalledAgainFromData(CalledAgain):
+    """The same, and what its first call is given needs no gradient, as a batch does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter.requires_grad_(False)
+
+
 class Around(torch.nn.Module):
     def __init__(self, inside):
         super().__init__()
@@ -155,6 +163,7 @@ class Nested(OddNet):
 AGAIN = {
     OddNet: (["0", "1", "2"], ["1", "0"]),
     CalledAgain: (["0", "1", "2", "0"], ["2", "1"]),
+    CalledAgainFromData: (["0", "1", "2", "0"], ["2", "1", "0"]),
     Nested: (["0", "1", "2", "2.inside"], ["2.inside", "1", "0"]),
 }
 """Blocks as a forward gathers them, and as its backward gathers them again."""

@@ -91,5 +91,5 @@ def test_positions_and_padding_fit_the_tokens(kind):
 
 
 def test_an_activation_that_nobody_knows_is_refused():
-    with pytest.raises(ValueError, match="activation is 'relu': it must be one of 'gelu'"):
-        ActivationFunction("relu")
+    with pytest.raises(ValueError, match="activation is 'swoosh': it must be one of 'gelu'"):
+        ActivationFunction("swoosh")

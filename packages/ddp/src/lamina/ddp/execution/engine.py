@@ -157,6 +157,7 @@ class Prefetcher:
         self.ran: list[Unit] = []
         """The units that the forward at hand has called."""
         self._ended: list[Unit] = []  # those of these calls that are over, but the root's
+        self._returned = 0  # how many of `returns` the backward at hand has come to
         self.budget = None if budget is None else GatherBudget(units, budget)
         self.fixed = fixed
         self.ahead = ahead
@@ -176,7 +177,7 @@ class Prefetcher:
         if self.fixed:
             self.begin_up_to(len(self.order))  # those of modules that ran on other ranks only
         else:
-            self.order, self.returns = self.ran, self._ended[::-1]
+            self.order, self.returns, self._returned = self.ran, self._ended[::-1], 0
 
     def begin_beside(self, unit: Unit, step: int) -> None:
         """Begin the gathers of units that came after (1) or before (-1) a unit last time."""
@@ -184,9 +185,14 @@ class Prefetcher:
         if step in unit.prefetch:  # somebody has said which
             ahead = unit.prefetch[step]
         elif self.ahead and not self.fixed:
-            order, place = (self.order, len(self.ran) - 1) if step > 0 else (self.returns, 0)
+            # A unit may be called several times, so its place is that of this call of it.
+            forward = step > 0
+            order, place = (
+                (self.order, len(self.ran) - 1) if forward else (self.returns, self._returned)
+            )
             if place >= len(order) or order[place] is not unit:  # it runs otherwise than last time
                 place = order.index(unit) if unit in order else len(order)
+            self._returned = self._returned if forward else place + 1
             ahead = order[place + 1 :]
             ahead = ahead[: self.ahead] if self.budget is None else ahead
         for other in ahead:
@@ -512,9 +518,8 @@ class Engine:
         # As in forward: its own gather, the next one's, and then the wait.
         if unit.unshard_in_backward:
             self._start(unit)
-        if (
-            begins
-        ):  # and not by another of its outputs or calls, with the next one under way or over
+        # Another output or call of it may come later, with the next unit under way or over.
+        if begins:
             self._ran_backward.append(unit)
             self.prefetcher.begin_beside(unit, -1)
         if unit.unshard_in_backward:

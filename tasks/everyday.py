@@ -90,9 +90,7 @@ def docs(session: nox.Session) -> None:
     command = ["serve"] if "--serve" in session.posargs else ["build", "--strict", "-d", "site"]
     run(session, python, "-m", "mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1"})
     if "--serve" not in session.posargs:
-        # A browser starts no search worker for pages that are opened as files.
-        session.log("site/index.html opens as a file; its search needs a server, such as")
-        session.log("python3 -m http.server --directory site  # http://localhost:8000")
+        session.log("open site/index.html: it and its search need no server")
 
 
 @task(default=False)

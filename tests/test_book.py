@@ -40,6 +40,16 @@ def test_every_page_is_in_the_order_of_the_book_and_every_entry_is_a_page():
     assert wanted - apart == listed - apart
 
 
+def test_the_search_of_pages_opened_as_files_fetches_nothing_from_elsewhere():
+    # Without a helper of this name the plugin `offline` names one on another host, and a browser
+    # without a network finds nothing.
+    settings = (ROOT / "mkdocs.yml").read_text()
+    (helper,) = re.findall(r"^  polyfills: \[(.*)\]", settings, re.MULTILINE)
+    assert re.search(r"^  - offline\b", settings, re.MULTILINE)
+    assert "iframe-worker" in helper and "://" not in helper
+    assert "IFrameWorker" in (DOCS / helper).read_text()  # what the theme's script looks for
+
+
 def test_decisions_are_listed_by_layer(tmp_path):
     (tmp_path / "0102-b.md").write_text("# 0102: second\n\nWhy.\n")
     (tmp_path / "0401-a.md").write_text("# 0401: first\n")

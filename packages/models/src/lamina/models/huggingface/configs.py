@@ -19,7 +19,7 @@ from lamina.models.huggingface.config_fields import (
     refuse_other_classes,
     shortened,
 )
-from lamina.models.huggingface.known_types import KNOWN, type_of
+from lamina.models.huggingface.known_types import known_types, type_of
 from lamina.models.huggingface.model_types import ModelType
 from lamina.models.huggingface.moe import EXPERT_FIELDS, read_moe, warn_of_capacity, written_moe
 from lamina.models.huggingface.rope import read_scaling, rope_of, with_scale, written_rope
@@ -165,7 +165,7 @@ def _read(
         fields.refuse_unread(derived, ("model_type", *other.ignored))
         return config
     if kind not in _ARCHITECTURES and kind not in own:
-        known = ", ".join({**_ARCHITECTURES, **KNOWN, **own})
+        known = ", ".join({**_ARCHITECTURES, **known_types(), **own})
         raise ValueError(f"model_type is {kind!r}: known are {known}. {_beyond_known(source)}")
     if kind in _ARCHITECTURES:
         refuse_other_classes(kind, source)
@@ -207,7 +207,7 @@ def _beyond_known(source: Mapping[str, Any]) -> str:
         asked.names_read |= {"model_type", "layer_types", *_FOLLOWS.get(kind, ())}
         pieces[kind] = ConfigFields(features).unread(asked.names_read)
     features = {name: value for name, value in source.items() if value}
-    for other in KNOWN.values():
+    for other in known_types().values():
         missing = ConfigFields(features).unread(other.names_read)
         wrong = {n for n, only in other.refused.items() if features.get(n, only) != only}
         pieces[other.name] = missing + [f"{name}={features[name]!r}" for name in sorted(wrong)]

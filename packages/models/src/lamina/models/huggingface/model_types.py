@@ -75,6 +75,8 @@ _UNGATED = {
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"} | dict.fromkeys(
     ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "geglu_tanh"
 )
+_UNTURNED = {"rope_theta": 10_000.0, "rope_scaling": None, "rotary_fraction": 1.0}
+"""What RoPE would read, as a layer without positions has it."""
 TRAINING = {
     *("attention_dropout", "dropout", "embedding_dropout", "init_std", "residual_additions"),
     *("vocab_multiple", "sequence_parallel", "tp_reduction", "context_parallel", "loss_chunk"),
@@ -229,6 +231,9 @@ class ModelType:
                 own |= kinds[kind]
                 if nested and own.get("positions") != "none":
                     own |= self._rope_of_kind(source, kind)
+        for own in changes:
+            if own.get("positions") == "none":
+                own |= _UNTURNED
         return specified(changes)
 
     def _rope_of_kind(self, source: Mapping[str, Any], kind: str) -> dict[str, Any]:

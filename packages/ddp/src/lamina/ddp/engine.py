@@ -49,6 +49,7 @@ from lamina.ddp.parameters.axes import (
 )
 from lamina.ddp.parameters.dtypes import GroupDtypes, resolve_dtypes
 from lamina.ddp.parameters.facts import require_same_model
+from lamina.ddp.parameters.invariance import check_invariance, check_invariant_wire
 from lamina.ddp.parameters.parameters import ParameterRef, collect_parameters, group_parameters
 from lamina.ddp.parameters.strategy import resolve_strategy
 from lamina.ddp.parameters.tensor_trees import Loan, map_tensors, tensors_in
@@ -92,6 +93,8 @@ __all__ = [
     "attach_hooks",
     "check_dimensions",
     "check_experts",
+    "check_invariance",
+    "check_invariant_wire",
     "collect_parameters",
     "data_parallel_axes",
     "finalize_plain_gradients",

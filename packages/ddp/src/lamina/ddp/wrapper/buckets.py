@@ -20,6 +20,7 @@ from lamina.ddp.execution.engine import Prefetcher
 from lamina.ddp.group.group import GroupSettings, ParameterGroup
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.dtypes import resolve_dtypes
+from lamina.ddp.parameters.invariance import check_invariant_wire
 from lamina.ddp.parameters.parameters import GroupKey, ParameterRef, group_parameters
 from lamina.ddp.wrapper.config import DistributedDataParallelConfig
 
@@ -171,6 +172,8 @@ def make_buckets(
         wide = torch.promote_types(key.dtype, torch.float32)
         wire = wide if config.grad_reduce_in_fp32 else None
         dtypes = resolve_dtypes(key.dtype, wire=wire, moments=config.moments_dtype)
+        if config.invariant:
+            check_invariant_wire("DistributedDataParallel", members[0].name, dtypes)
         axes = expert if key.expert and expert is not None else dense
         groups.append(ParameterGroup(members, axes, dtypes, settings, scratch))
     return groups

@@ -63,6 +63,9 @@ class DistributedDataParallelConfig:
         reproducible: one order of summation over microbatches and ranks: the same bits for every
             strategy and number of ranks. Every microbatch is reduced, so M microbatches send M
             times the bytes.
+        invariant: `reproducible`, for a model whose own sums have one order for every layout too
+            (`TransformerConfig(invariant=True)`, docs/invariance.md). Modules that could and do not
+            are refused, and so are gradients that are sent in less than fp32.
         calculate_per_token_loss: leave sums over ranks instead of means; `finalize_grads(...,
             num_tokens=)` divides by the global token count. The loss is then a sum over tokens.
         broadcast_buffers: when the first data-parallel rank's buffers (running statistics, tables)
@@ -98,6 +101,7 @@ class DistributedDataParallelConfig:
     nccl_ub: bool = False
     reduction: Literal["ordered", "native", "int8", "checked"] = "ordered"
     reproducible: bool = False
+    invariant: bool = False
     calculate_per_token_loss: bool = False
     keep_tensors_whole: bool = False
     broadcast_buffers: BufferPolicy = "forward"
@@ -162,7 +166,7 @@ class DistributedDataParallelConfig:
     def _check_reduction(self) -> None:
         resolve_reduction(
             self.reduction,
-            self.reproducible,
+            self.reproducible or self.invariant,
             self.average_in_collective,
             per_token=self.calculate_per_token_loss,
         )

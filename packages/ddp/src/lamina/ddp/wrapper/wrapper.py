@@ -37,6 +37,7 @@ from lamina.ddp.parameters.axes import (
     refuse_unplaced,
 )
 from lamina.ddp.parameters.facts import require_same_model
+from lamina.ddp.parameters.invariance import check_invariance
 from lamina.ddp.parameters.parameters import collect_parameters
 from lamina.ddp.wrapper.buckets import (
     BucketWaits,
@@ -206,6 +207,7 @@ class DistributedDataParallel(_NamesInside, DataParallel):
         mesh = ParallelLayout().build() if mesh is None else named_mesh(mesh)
         _check_kinds(config, mesh)
         refuse_wrapped("DistributedDataParallel", module)
+        check_invariance("DistributedDataParallel", module, config.invariant)
         if config.overlap_grad_reduce or config.overlap_param_gather:
             require_overlap("DistributedDataParallel with overlap")
         self.module = module
@@ -584,7 +586,9 @@ def _settings(config: DistributedDataParallelConfig, dense: DataParallelAxes) ->
         scale=None if config.calculate_per_token_loss else 1.0 / dense.divisor,
         shard_multiple=1 << 16 if config.pad_buckets_for_high_nccl_busbw else 1,
         reduction=resolve_reduction(
-            config.reduction, config.reproducible, config.average_in_collective
+            config.reduction,
+            config.reproducible or config.invariant,
+            config.average_in_collective,
         ),
     )
 

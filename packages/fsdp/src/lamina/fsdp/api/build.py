@@ -41,6 +41,7 @@ from lamina.ddp.engine import (
     WholeWeights,
     attach_hooks,
     check_experts,
+    check_invariant_wire,
     collect_parameters,
     group_parameters,
     needs_whole_tensors,
@@ -177,6 +178,8 @@ def build_units(
         check_experts(plan.refs, sharding.dense, sharding.expert, sharding.model)
         for group in planned:
             _check_gradient_dtypes(group)
+            if sharding.settings.invariant:
+                check_invariant_wire("fully_shard", group.refs[0].name, group.dtypes)
     _check_budgets(plans, groups, sharding.settings)
     # Nothing has been changed so far, and nothing is refused from here on but missing values.
     own = {id(module): module for plan in plans for module in plan.own_modules()}

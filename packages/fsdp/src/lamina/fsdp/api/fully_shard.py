@@ -13,6 +13,7 @@ from lamina.ddp.engine import (
     UnavailableError,
     adopt_optimizer,
     answer_scalers,
+    check_invariance,
     collect_parameters,
     refuse_optimizer,
     refuse_wrapped,
@@ -213,6 +214,7 @@ def _shard(
     # All that can be refused is refused first, while the model is still the user's.
     _check_kinds(module, optimizer)
     refuse_wrapped("fully_shard", module)
+    check_invariance("fully_shard", module, settings.invariant)
     if settings.overlap_grad_reduce or settings.overlap_param_gather:
         require_overlap("fully_shard(overlap_grad_reduce=, overlap_param_gather=)")
     if optimizer is not None:  # an earlier call may have been refused half-way

@@ -22,6 +22,7 @@ from lamina.ddp.engine import (
     ParameterRef,
     UnavailableError,
     Unit,
+    check_invariance,
     collect_parameters,
     refuse_wrapped,
     require_same_model,
@@ -223,6 +224,7 @@ def _listed(given: nn.Module | list[nn.Module]) -> list[nn.Module]:
     for module in modules:
         refuse_wrapped("shard_module", module, (ModuleWithUnit,))
         refuse_container("", module)
+        check_invariance("shard_module", module, False)
         if sum(module in list(other.modules()) for other in modules) > 1:
             raise ValueError(
                 f"shard_module: {type(module).__name__} is inside another module of the list (or "

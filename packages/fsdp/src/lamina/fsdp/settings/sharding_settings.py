@@ -118,6 +118,9 @@ class ShardingSettings:
             "int8" (ordered, over a wire of int8 blocks with error feedback), or "checked" (ordered,
             over a wire with checksums, on CPUs: `DamagedMessageError` names the sender).
         reproducible: the same bits for every strategy and number of ranks.
+        invariant: `reproducible`, for a model whose own sums have one order for every layout too
+            (`TransformerConfig(invariant=True)`, docs/invariance.md). Modules that could and do not
+            are refused, and so are gradients that are sent in less than fp32.
         average_in_collective: average inside the collective. The ordered reduction does so either
             way, on the fp32 sum: both settings give the same bits. With `reduction="native"` the
             backend averages, in the wire dtype.
@@ -205,6 +208,7 @@ class ShardingSettings:
 
     reduction: str = "ordered"
     reproducible: bool = False
+    invariant: bool = False
     average_in_collective: bool = False
     calculate_per_token_loss: bool = False
     overlap_grad_reduce: bool = True
@@ -298,7 +302,7 @@ class ShardingSettings:
         """How gradients are summed over ranks."""
         return resolve_reduction(
             self.reduction,
-            self.reproducible,
+            self.reproducible or self.invariant,
             self.average_in_collective,
             per_token=self.calculate_per_token_loss,
             message_bytes=self.reduce_message_bytes,

@@ -301,6 +301,9 @@ class TransformerConfig:
             is at least 1,024, and more for small vocabularies.
         precision: how the blocks' projections multiply: in the model's dtype, in FP8, or by
             Transformer Engine; and which blocks keep the model's dtype.
+        invariant: all sums whose order could depend on how ranks share the work, on the batch or
+            on packing have one order, which the model fixes: the same bits for every layout
+            (docs/invariance.md, with its price). On CPUs.
         init_std: standard deviation of initial weights; projections into the residual stream are
             scaled down by the root of their number (Radford et al., 2019).
         residual_additions: that number; None counts the layers.
@@ -360,6 +363,7 @@ class TransformerConfig:
     context_parallel: ContextParallel = "ring"
     loss_chunk: int | None = None
     precision: Precision = field(default_factory=Precision)
+    invariant: bool = False
     init_std: float = 0.02
     residual_additions: int | None = None
     huggingface_type: str | None = None
@@ -379,6 +383,8 @@ class TransformerConfig:
         if self.layers is not None:
             self._check_specs(self.layers)
         self._check_layers()
+        if self.invariant:
+            self._check_invariant()
 
     def _check_specs(self, layers: tuple[LayerSpec, ...]) -> None:
         if self.layer_pattern is not None:
@@ -429,6 +435,30 @@ class TransformerConfig:
                 f"layer_pattern {self.pattern!r} has layers of experts (letter 'E'), and no moe is "
                 "given: give moe=MoEConfig(...)"
             )
+
+    def _check_invariant(self) -> None:
+        """Raise ValueError for what has no order that the model could fix."""
+        backend = self.precision.backend
+        lacks = {
+            f"tp_reduction={self.tp_reduction!r} (the backend chooses the order)": (
+                self.tp_reduction == "native"
+            ),
+            f"precision={backend!r} (its scales and kernels see what a rank has)": (
+                backend != "torch"
+            ),
+            f"attention_path={self.attention_path!r} (a kernel of another order)": (
+                self.attention_path != "auto"
+            ),
+            "tie_embeddings=True (a weight with two gradients, added for each microbatch)": (
+                self.tie_embeddings
+            ),
+            f"attention_dropout={self.attention_dropout} (no random numbers by position)": (
+                self.attention_dropout > 0.0
+            ),
+        }
+        for what, there in lacks.items():
+            if there:
+                raise ValueError(f"invariant=True beside {what}: leave one of them out")
 
     def _check_numbers(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length")
@@ -601,6 +631,6 @@ _SHARED_BY_LAYERS = {
     *("vocab_size", "hidden_size", "num_layers", "max_sequence_length", "tie_embeddings"),
     *("embedding_scale", "logit_scale", "layer_pattern", "layer_kinds", "layers", "loss_chunk"),
     *("vocab_multiple", "sequence_parallel", "tp_reduction", "context_parallel", "precision"),
-    *("residual_additions", "huggingface_type"),
+    *("invariant", "residual_additions", "huggingface_type"),
 }
 """Fields that are of the whole model: its ends, and how its ranks share the work."""

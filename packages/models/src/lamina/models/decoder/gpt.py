@@ -18,6 +18,8 @@ from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.decoder.layer_stack import make_block
 from lamina.models.decoder.precision_backends import apply_precision
 from lamina.models.decoder.splice import Splice
+from lamina.models.invariance.fixed_sums import fix_sums
+from lamina.models.invariance.token_sums import TokenCut
 from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from lamina.models.layers.loss import IGNORED, check_ids, check_reduction
@@ -118,6 +120,10 @@ class GPTModel(KeepsRoles):
             config, self.axis, tied=self.embedding.weight if config.tie_embeddings else None
         )
         assign_seeds(self, self.seed)
+        self.token_cut: TokenCut | None = None
+        if config.invariant:
+            self.token_cut = TokenCut(axis, partial, self.cp)
+            fix_sums(self, self.token_cut)
 
     def tie_weights(self) -> None:
         """Make the head use the embedding's weight, if the config ties them."""
@@ -197,6 +203,8 @@ class GPTModel(KeepsRoles):
         auxiliary: float | Tensor,
     ) -> AttentionContext:
         """Make what the blocks of a forward share; `auxiliary` weighs auxiliary losses."""
+        if self.token_cut is not None:
+            self.token_cut.rows = tokens.shape[0]
         context = AttentionContext.build(
             self.config,
             tokens,

@@ -1,12 +1,13 @@
 """The products of a linear layer in the order of the model: `Products` of `matmul_products`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from lamina.models.invariance.products import Block, product, weight_product
-from lamina.models.invariance.token_sums import TokenCut, TokenSum
+from lamina.models.invariance.token_sums import TokenCut, TokenSum, delivered
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,26 @@ class InvariantProducts:
         tokens: how the ranks cut a batch.
         inner: blocks of this rank's input width.
         outer: blocks of this rank's output width, the inner dimension of the input's gradient.
+        partial: whether ranks of tp hold other tokens each, and the whole weight.
     """
 
     tokens: TokenCut
     inner: tuple[Block, ...]
     outer: tuple[Block, ...]
+    partial: bool = False
+
+    def of(self, x: Tensor) -> "InvariantProducts":
+        """The products of one call with `[..., in]`, whose backward may come much later.
+
+        RuntimeError: under autocast, which would round a weight's gradient for each microbatch.
+        """
+        if torch.is_autocast_enabled(x.device.type):
+            raise RuntimeError(
+                "invariant=True under torch.autocast, which rounds each microbatch's gradients: "
+                "give the wrapper MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+                "grad_comm_dtype=torch.float32) instead"
+            )
+        return replace(self, tokens=self.tokens.of(x))
 
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -40,7 +56,10 @@ class InvariantProducts:
 
 
 class InvariantGradients:
-    """`Gradients` of all tokens of the batch, the same on every rank that holds the weight."""
+    """`Gradients` of all tokens of the batch, of this rank's own rows where ranks share the work.
+
+    See Note [Gradients over a cut sequence].
+    """
 
     def __init__(self, products: InvariantProducts, grad: Tensor) -> None:
         self.products, self.grad = products, grad
@@ -52,11 +71,11 @@ class InvariantGradients:
 
     def by_weight(self, x: Tensor) -> Tensor:
         """`grad.T @ x` over the tokens of the batch: `[out, in]`, float32."""
-        tokens, rows = self.products.tokens, self.grad.shape[-1]
-        own = tokens.own_rows(rows)
-        grad = tokens.whole(self.grad.flatten(0, -2))[:, own]
-        part = weight_product(grad, tokens.whole(x.flatten(0, -2)))
-        return tokens.among_zeros(part, rows)
+        tokens, partial = self.products.tokens, self.products.partial
+        rows = self.grad.shape[-1]
+        own = tokens.own_rows(rows, partial=partial)
+        grad, x = (tokens.whole(each.flatten(0, -2), scattered=partial) for each in (self.grad, x))
+        return tokens.among_zeros(weight_product(grad[:, own], x), rows, partial=partial)
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
         """Write the weight's gradient into `total`, or add it."""
@@ -65,6 +84,6 @@ class InvariantGradients:
         else:
             total.copy_(self.by_weight(x))
 
-    def by_bias(self) -> Tensor:
-        """`grad` summed over the tokens of the batch: `[out]`, float32."""
-        return TokenSum(self.products.tokens)(self.grad)
+    def by_bias(self, bias: Tensor | None) -> Tensor | None:
+        """`grad` summed over the tokens of the batch: `[out]`, float32; None if it is written."""
+        return delivered(bias, TokenSum(self.products.tokens, self.products.partial)(self.grad))

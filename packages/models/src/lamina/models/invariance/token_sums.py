@@ -9,14 +9,16 @@ See Note [Gradients over a cut sequence].
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lamina.collectives.engine import start_all_gather, start_all_reduce
+from lamina.collectives.engine import start_all_gather
+from lamina.ddp.engine import gradient_sink
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
 from lamina.models.invariance.products import fold
@@ -25,7 +27,8 @@ from lamina.models.invariance.products import fold
 # Ranks of cp are data-parallel ranks to a wrapper, which adds their gradients after those of the
 # sequences in a microbatch. The tree wants the opposite: a sequence's tokens first. So each rank of
 # cp computes the sum over whole sequences, but for its own rows of the parameter alone, and zeros
-# elsewhere. The wrapper's sum then adds zeros, which is exact in any order.
+# elsewhere. The wrapper's sum then adds zeros, which is exact in any order. Parameters whose
+# gradients are added over tp (`tp_grad="sum"`) have the same treatment there.
 
 
 @dataclass
@@ -33,25 +36,34 @@ class TokenCut:
     """How the ranks cut a batch's tokens; all layers of a model share one.
 
     Attributes:
-        sequence: the axis of sequence parallelism, whose ranks have runs of the batch's tokens;
-            None if each has all.
+        tensor: the axis of tensor parallelism; None is one rank.
+        sequence_parallel: whether its ranks have runs of the batch's tokens between the layers.
         context: the axis of context parallelism, in zigzag order; None if sequences are whole.
         rows: sequences in the batch, which a forward sets before its layers run.
     """
 
-    sequence: MeshAxis | None = None
+    tensor: MeshAxis | None = None
+    sequence_parallel: bool = False
     context: MeshAxis | None = None
     rows: int = 1
 
-    def whole(self, x: Tensor, *, cut: bool = False) -> Tensor:
+    def of(self, x: Tensor) -> "TokenCut":
+        """The cut of one call, whose backward may come after other forwards.
+
+        Args:
+            x: `[rows, tokens, ...]`, or `[tokens, width]` of the batch that the forward has set.
+        """
+        return replace(self, rows=x.shape[0] if x.ndim > 2 else self.rows)
+
+    def whole(self, x: Tensor, *, scattered: bool = False) -> Tensor:
         """Gather `[tokens, ...]`, or sums of equally many tokens, in the batch's order.
 
         Args:
             x: this rank's tokens in the order of the batch.
-            cut: whether the ranks of sequence parallelism hold other tokens each.
+            scattered: whether the ranks of sequence parallelism hold other tokens each.
         """
-        if cut and self.sequence is not None:
-            x = start_all_gather(x, self.sequence.group, async_op=False).wait()
+        if scattered and self.sequence_parallel and self.tensor is not None:
+            x = start_all_gather(x, self.tensor.group, async_op=False).wait()
         if self.context is None:
             return x
         size = self.context.size
@@ -61,19 +73,23 @@ class TokenCut:
         early, late = x[:, :, 0], x[:, :, 1].flip(0)
         return torch.cat((early, late)).movedim(0, 1).flatten(0, 2)
 
-    def own_rows(self, length: int) -> slice:
-        """The rows of a parameter of this length whose gradient this rank of cp computes."""
-        if self.context is None:
-            return slice(0, length)
-        rank, size = self.context.rank, self.context.size
+    def own_rows(self, length: int, *, partial: bool = False) -> slice:
+        """The rows of a parameter of this length whose gradient this rank computes.
+
+        Other ranks compute the others: those of cp, and with `partial` those of tp.
+        """
+        rank, size = 0, 1
+        for axis in (self.context, self.tensor if partial else None):
+            if axis is not None:
+                rank, size = rank * axis.size + axis.rank, size * axis.size
         return slice(length * rank // size, length * (rank + 1) // size)
 
-    def among_zeros(self, part: Tensor, length: int) -> Tensor:
+    def among_zeros(self, part: Tensor, length: int, *, partial: bool = False) -> Tensor:
         """Place the gradient of the own rows into one of zeros."""
-        if self.context is None:
+        if len(part) == length:
             return part
         total = part.new_zeros(length, *part.shape[1:])
-        total[self.own_rows(length)] = part
+        total[self.own_rows(length, partial=partial)] = part
         return total
 
 
@@ -83,45 +99,62 @@ class TokenSum:
 
     Attributes:
         tokens: how they are cut.
-        cut: whether sequence parallelism cuts the values.
-        heads: the axis whose ranks hold other heads; the values are `[..., heads, width]`.
-        per_head: whether the values have heads, which are added within each token.
+        partial: whether a wrapper adds the gradients over ranks of tp, as these hold other tokens
+            (or heads) each.
+        per_head: the values are `[..., heads, width]`, and the heads are added within each token.
     """
 
     tokens: TokenCut
-    cut: bool = False
+    partial: bool = False
     per_head: bool = False
-    heads: MeshAxis | None = None
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Sum in float32 over the tokens of all ranks: `[width]`."""
+        """Sum in float32 over the tokens of all ranks: `[width]`, zeros but for the own part."""
         values = values.float()
         if self.per_head:
             values = self._over_heads(values)
         values = values.flatten(0, -2)
-        runs = self._runs(values.shape[0])
-        whole = self.tokens.whole(fold(values, leaves=runs), cut=self.cut)
-        total = fold(whole)
-        return self.tokens.among_zeros(total[self.tokens.own_rows(len(total))], len(total))
+        scattered = self.partial and not self.per_head
+        runs = self._runs(values.shape[0], scattered)
+        total = fold(self.tokens.whole(fold(values, leaves=runs), scattered=scattered))
+        own = self.tokens.own_rows(len(total), partial=self.partial)
+        return self.tokens.among_zeros(total[own], len(total), partial=self.partial)
 
     def _over_heads(self, values: Tensor) -> Tensor:
-        """Add the heads of each token; those of a rank are a subtree."""
+        """Add the heads of each token in the tree; ranks of tp hold neighbours."""
         heads = values.shape[-2]
-        apart = heads & -heads  # the largest power of two: ranks divide this many groups of heads
-        values = fold(fold(torch.unflatten(values, -2, (apart, -1)), dim=-2), dim=-2)
-        if self.heads is None:
-            return values
-        how: Any = {"reduction": "ordered", "async_op": False}
-        return start_all_reduce(values.contiguous(), self.heads.group, **how).wait()
+        values = fold(values, dim=-2, leaves=heads & -heads)
+        if self.partial and self.tokens.tensor is not None:
+            ranks, dim = self.tokens.tensor.group, values.ndim - 2
+            values = start_all_gather(values, ranks, dim=dim, async_op=False).wait()
+        return fold(values, dim=-2)
 
-    def _runs(self, tokens: int) -> int:
+    def _runs(self, tokens: int, scattered: bool) -> int:
         """The most neighbours that are a subtree wherever the ranks' tokens begin."""
-        if self.tokens.context is None:
+        cut = self.tokens
+        if cut.context is None:
             return tokens & -tokens
         # With sequence parallelism beside it, a rank's run may begin within a chunk.
-        size = self.tokens.sequence.size if self.cut and self.tokens.sequence is not None else 1
-        chunk = tokens * size // (2 * self.tokens.rows)
+        ranks = cut.tensor.size if scattered and cut.tensor is not None else 1
+        chunk = tokens * ranks // (2 * cut.rows)
         return min(tokens & -tokens, chunk & -chunk)
+
+
+def delivered(parameter: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """What a backward returns as the gradient `[...]`, float32, of a parameter.
+
+    It is written into a wrapper's bucket where there is one, so that it is not rounded to the
+    parameter's dtype, and the result is None then. A parameter of None is no leaf.
+    """
+    sink = None if parameter is None else gradient_sink(parameter)
+    if sink is None:
+        return gradient
+    if sink.accumulate:
+        sink.view.add_(gradient)
+    else:
+        sink.view.copy_(gradient)
+    sink.written()
+    return None
 
 
 def add_vector(x: Tensor, vector: Tensor, total: TokenSum) -> Tensor:
@@ -132,16 +165,19 @@ def add_vector(x: Tensor, vector: Tensor, total: TokenSum) -> Tensor:
 class _AddVector(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, vector: Tensor, total: TokenSum) -> Tensor:
-        ctx.total = total
+        ctx.total, ctx.parameter = total, vector if vector.is_leaf else None
         return x + vector
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, ctx.total(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        by_vector = None
+        if ctx.needs_input_grad[1]:
+            by_vector = delivered(ctx.parameter, ctx.total(grad))
+        return grad, by_vector, None
 
 
-def sum_by_row(ids: Tensor, values: Tensor, rows: int) -> Tensor:
+def sum_by_row(ids: Tensor, values: Tensor, rows: int, own: slice | None = None) -> Tensor:
     """Add the values of the tokens that chose each row of a table, in the tree over all tokens.
 
     A row's tokens are leaves among zeros, which change nothing, so only sums that have a token
@@ -152,16 +188,21 @@ def sum_by_row(ids: Tensor, values: Tensor, rows: int) -> Tensor:
         ids: int64 `[tokens]`, in the order of the batch.
         values: `[tokens, width]`.
         rows: of the table.
+        own: the rows to compute; zeros in the others. None is all.
 
     Returns:
         float32 `[rows, width]`.
     """
+    tokens = ids.numel()
     total = values.new_zeros(rows, values.shape[1], dtype=torch.float32)
+    place = torch.arange(tokens, device=ids.device)
+    if own is not None:
+        chosen = (ids >= own.start) & (ids < own.stop)
+        ids, values, place = ids[chosen], values[chosen], place[chosen]
     if not ids.numel():
         return total
     values = values.float()
-    place = torch.arange(ids.numel(), device=ids.device)
-    for _ in range((ids.numel() - 1).bit_length()):
+    for _ in range((tokens - 1).bit_length()):
         place = place >> 1
         key = place * rows + ids
         keys, where = torch.unique(key, return_inverse=True)
@@ -169,6 +210,34 @@ def sum_by_row(ids: Tensor, values: Tensor, rows: int) -> Tensor:
             values = values.new_zeros(len(keys), values.shape[1]).index_add_(0, where, values)
             place, ids = keys // rows, keys % rows
     return total.index_add_(0, ids, values)
+
+
+def look_up(weight: Tensor, ids: Tensor, tokens: TokenCut, *, partial: bool = False) -> Tensor:
+    """Rows `[..., width]` of a table, for int64 ids `[...]`; their gradients in the tree.
+
+    `partial` is as of `TokenSum`.
+    """
+    return applied(_LookUp, weight, ids, tokens.of(ids.unsqueeze(-1)), partial)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, tokens: TokenCut, partial: bool) -> Tensor:
+        ctx.parameter, ctx.rows = weight if weight.is_leaf else None, weight.shape[0]
+        ctx.tokens, ctx.partial = tokens, partial
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), tokens, partial = ctx.saved_tensors, ctx.tokens, ctx.partial
+        ids, values = (
+            tokens.whole(x, scattered=partial) for x in (ids.flatten(), grad.flatten(0, -2))
+        )
+        own = tokens.own_rows(ctx.rows, partial=partial)
+        total = sum_by_row(ids, values, ctx.rows, own)
+        return delivered(ctx.parameter, total), None, None, None
 
 
 Activation = Callable[[Tensor], Tensor]

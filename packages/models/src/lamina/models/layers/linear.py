@@ -33,6 +33,10 @@ from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction, TransformerConfig
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
+from lamina.models.invariance.fixed_sums import FixedSums
+from lamina.models.invariance.layer_products import InvariantProducts
+from lamina.models.invariance.products import cut_blocks
+from lamina.models.invariance.token_sums import TokenCut, TokenSum, add_vector
 from lamina.models.layers.matmul_products import (
     PLAIN,
     Products,
@@ -100,10 +104,11 @@ class _Multiply(torch.autograd.Function):
         whole = cut.gathered(x) if cut.side == "output" else x
         y, kept = products.output(whole, weight, bias)
         ctx.parameter = weight if weight.is_leaf else None
+        ctx.bias = bias if bias is not None and bias.is_leaf else None
         ctx.save_for_backward(x, weight, *kept)
-        if cut.side == "output" or cut.group is None:
-            return y
-        return cut.start_sum(y, async_op=False).wait()
+        if cut.side == "input" and cut.group is not None:
+            y = cut.start_sum(y, async_op=False).wait()
+        return y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -126,17 +131,20 @@ class _Multiply(torch.autograd.Function):
             later = None if ctx.parameter is None else ctx.queue
             if later is None or not later.put(ctx.parameter, products, whole):
                 grad_weight = weight_gradient(products, ctx.parameter, whole)
-        grad_bias = grad.flatten(0, -2).sum(dim=0) if for_bias else None
+        grad_bias = products.by_bias(ctx.bias) if for_bias else None
         if departing is not None:
             grad_x = departing.wait()
+        grad_x = None if grad_x is None else grad_x.to(x.dtype)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-class _Projection(nn.Module):
+class _Projection(FixedSums, nn.Module):
     """What all linear layers have in common: the parameters, and how they multiply."""
 
     side: ClassVar[Cut] = "output"
+    partial = False
     bias: nn.Parameter | None
+    fixed: InvariantProducts | None = None
 
     def __init__(
         self,
@@ -166,14 +174,30 @@ class _Projection(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    @property
+    def widths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Widths, over all ranks, of what is fused in the input and in the output."""
+        rows, columns = self.weight.shape
+        return (columns,), (rows,)
+
+    def fix_sums(self, tokens: TokenCut) -> None:
+        """See `FixedSums`; ValueError if the ranks do not divide the blocks of a width."""
+        super().fix_sums(tokens)
+        inputs, outputs = self.widths
+        size = 1 if self.axis is None else self.axis.size
+        by_rows = self.side == "output"
+        inner = cut_blocks(inputs, 1 if by_rows else size)
+        outer = cut_blocks(outputs, size if by_rows else 1)
+        self.fixed = InvariantProducts(tokens, inner, outer, self.partial)
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`; of the side that is cut, this rank's."""
-        products: Products = PLAIN
+        products: Products = PLAIN if self.fixed is None else self.fixed.of(x)
         if self.float8 is not None:
             products = self.float8
             if self.float8.amax_history is not None:
                 self.float8.remembers = torch.is_grad_enabled()
-        plain = self.float8 is None and self.weight_queue is None
+        plain = products is PLAIN and self.weight_queue is None
         if self.axis is None and plain and not may_sink(self.weight):
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = under_autocast(x, self.weight, self.bias)
@@ -181,7 +205,11 @@ class _Projection(nn.Module):
         first, last = (bias, None) if self.side == "output" else (None, bias)
         cut = _CutProduct(self.axis, self.side, self.sequence_parallel, self.reduction)
         y = applied(_Multiply, x, weight, first, cut, products, self.weight_queue)
-        return y if last is None else y + last
+        if last is None:
+            return y
+        if self.fixed is None:
+            return y + last
+        return add_vector(y, last, TokenSum(self.fixed.of(y).tokens, self.sequence_parallel))
 
     def extra_repr(self) -> str:
         """Sizes, the bias and the side that is cut, for printing."""
@@ -269,6 +297,11 @@ class ColumnParallelLinear(_Projection):
         self.fused = blocks if len(blocks) > 1 else None
         self.reset_parameters()
 
+    @property
+    def widths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """See `_Projection.widths`."""
+        return (self.weight.shape[1],), self.blocks
+
     def reset_parameters(self) -> None:
         """Cut the weight from a whole one drawn from N(0, init_std^2); mark the roles."""
         if self.axis is not None:
@@ -323,6 +356,12 @@ class RowParallelLinear(_Projection):
         columns = require_divisible("input width", in_features, axis)
         super().__init__(out_features, columns, bias, init_std, axis, sequence_parallel, reduction)
         self.reset_parameters()
+
+    @property
+    def widths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """See `_Projection.widths`."""
+        rows, columns = self.weight.shape
+        return (columns * (1 if self.axis is None else self.axis.size),), (rows,)
 
     def reset_parameters(self) -> None:
         """Cut the weight from a whole one drawn from N(0, init_std^2); mark the roles."""

@@ -59,6 +59,17 @@ def may_sink(weight: Tensor) -> bool:
     )
 
 
+class LinearGradients(Gradients, Protocol):
+    """`Gradients` of a layer that may have a bias."""
+
+    def by_bias(self, bias: Tensor | None) -> Tensor | None:
+        """`grad` summed over all leading dimensions: `[out]`.
+
+        `bias` is the parameter, or None if the layer was called with another tensor. The result is
+        None if the gradient was written into a wrapper's bucket.
+        """
+
+
 class Products(Protocol):
     """How a linear layer multiplies."""
 
@@ -67,7 +78,7 @@ class Products(Protocol):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`x @ weight.T + bias`, and the tensors that `gradients` needs in backward."""
 
-    def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> Gradients:
+    def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> LinearGradients:
         """Prepare the products of backward, given the output's gradient `[..., out]`."""
 
 
@@ -88,6 +99,10 @@ class _PlainGradients:
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
         """As of `Gradients`; without a temporary where `write_product` needs none."""
         write_product(self.grad.flatten(0, -2).t(), x.flatten(0, -2), total, accumulate)
+
+    def by_bias(self, bias: Tensor | None) -> Tensor | None:
+        """As of `Gradients`."""
+        return self.grad.flatten(0, -2).sum(dim=0)
 
 
 class _PlainProducts:

@@ -88,7 +88,7 @@ class GPTStage(GPTModel):
         KeepsRoles.__init__(self)
         self.config, self.seed = model.config, model.seed
         self.axis, self.cp = model.axis, model.cp
-        self.sequence_parallel = model.sequence_parallel
+        self.sequence_parallel, self.token_cut = model.sequence_parallel, model.token_cut
         self.expert_axes, self.auxiliary_scale = model.expert_axes, model.auxiliary_scale
         self.first, self.last, self.layers = first, last, tuple(layers)
         tied = model.head.tied

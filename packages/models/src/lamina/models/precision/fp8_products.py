@@ -262,6 +262,10 @@ class _Gradients:
         else:
             scaled_product(*self._columns(x), total.dtype, into=total)
 
+    def by_bias(self, bias: Tensor | None) -> Tensor | None:
+        """The gradient of a bias, `[out]`, in the dtype of the output's."""
+        return self.grad.flatten(0, -2).sum(dim=0)
+
     def _columns(self, x: Tensor) -> tuple[Coded, Coded]:
         """The gradient `[out, tokens]` and the input `[in, tokens]`."""
         x = x.flatten(0, -2)

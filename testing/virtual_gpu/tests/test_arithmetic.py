@@ -100,6 +100,11 @@ OPERATORS = """
             lambda a: torch.linalg.cholesky(a @ a.T + torch.eye(6, device=a.device)), x),
         "norms": both(lambda a: torch.stack(torch._foreach_norm([a, a * 2])), x),
     }
+    def counted(a):  # steps of an optimizer, on the GPU and on the host
+        steps = [torch.ones(()), torch.ones((), device=a.device), torch.ones(())]
+        torch._foreach_add_(steps, 1.0)
+        return steps
+    cases["counts on both"] = both(counted, x)
     flash = F.scaled_dot_product_attention(*(x.cuda().bfloat16() for x in (q, q, q)))
     wanted = F.scaled_dot_product_attention(q, q, q)
     cases["flash"] = float((flash.cpu().float() - wanted).abs().max()) - 0.05

@@ -17,6 +17,7 @@ SEEDS = 20  # one of so many must show a fault
 # What each fault is in a training step: `wait(name)` is a line that can be left out.
 FAULTS = """
     import json, os, sys, torch
+    import lamina_virtual_gpu as virtual_gpu
     torch.manual_seed(0)
     left_out = sys.argv[1]
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -98,29 +99,37 @@ FAULTS = """
         "host copy": (a_host_copy_is_read_when_it_has_ended, 6.0),
         "staging": (pinned_memory_is_written_when_it_was_read, 6.0),
     }
-    wrong = []
+    wrong, races = [], {}
     for name, (case, wanted) in CASES.items():
         torch.cuda.synchronize()
         if not case().cpu().eq(wanted).all():
             wrong.append(name)
-    print(json.dumps(wrong))
+        races |= {name: virtual_gpu.races()} if virtual_gpu.races() else {}
+        virtual_gpu.forget_races()
+    print(json.dumps([wrong, races]))
 """
 NAMES = ("reuse", "optimizer", "prefetch", "free", "host copy", "staging")
 
 
 @pytest.fixture
-def wrong(tmp_path: Path) -> Any:
+def wrong(answer: Any) -> Any:
     """Run the cases with one wait left out, and return those whose numbers are wrong."""
+    return lambda left_out, order, seed=0: answer(left_out, VGPU_COMPUTE=order, VGPU_SEED=seed)[0]
+
+
+@pytest.fixture
+def answer(tmp_path: Path) -> Any:
+    """Run the cases with one wait left out; return the wrong ones, and the races of each."""
     path = tmp_path / "faults.py"
     path.write_text(textwrap.dedent(FAULTS))
 
-    def run(left_out: str, order: str, seed: int = 0) -> list[str]:
-        env = {**os.environ, "VGPU_COMPUTE": order, "VGPU_SEED": str(seed)}
+    def run(left_out: str, **settings: object) -> tuple[list[str], dict[str, list[str]]]:
+        env = {**os.environ, **{name: str(value) for name, value in settings.items()}}
         command = [sys.executable, str(path), left_out]
         answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         assert answer.returncode == 0, answer.stderr[-3000:]
-        found: list[str] = json.loads(answer.stdout.splitlines()[-1])
-        return found
+        wrong, races = json.loads(answer.stdout.splitlines()[-1])
+        return wrong, races
 
     return run
 
@@ -143,6 +152,88 @@ def test_a_missing_wait_gives_a_wrong_number_under_some_seed(wrong, name):
     seed = next((seed for seed in range(SEEDS) if wrong(name, "adversarial", seed)), None)
     assert seed is not None, f"{name}: {SEEDS} seeds, and no wrong number"
     assert wrong(name, "adversarial", seed) == [name], "the seed gives the fault again"
+
+
+# What the host reads and writes itself is not watched: the wrong number shows those.
+OF_TWO_STREAMS = ("reuse", "optimizer", "prefetch", "free")
+
+
+def test_streams_that_wait_for_each_other_do_not_race(answer):
+    for order in ("at-once", "adversarial"):
+        assert answer("nothing", VGPU_COMPUTE=order, VGPU_RACES="report") == ([], {})
+
+
+@pytest.mark.parametrize("name", OF_TWO_STREAMS)
+def test_a_missing_wait_is_a_race_in_every_order(answer, name):
+    """It names both pieces of work, their streams and lines, and the memory."""
+    for order in ("at-once", "adversarial"):
+        _, races = answer(name, VGPU_COMPUTE=order, VGPU_SEED=7, VGPU_RACES="report")
+        assert list(races) == [name]
+        text = races[name][0]
+        assert "on stream 0 of device 0" in text and "on stream 1 of device 0" in text
+        assert text.count(" in <module>") >= 2  # both were given by this program
+        assert text.count("faults.py:") >= 5  # and so was the memory
+        assert "VGPU_SEED=7 runs this order again" in text
+
+
+RACES = """
+    import json, torch
+    import lamina_virtual_gpu as virtual_gpu
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    whole = torch.zeros(64, 64, device="cuda")
+    torch.cuda.synchronize()
+
+    def on_both(here, there):
+        with torch.cuda.stream(side):
+            there()
+        here()
+        torch.cuda.synchronize()
+        found = len(virtual_gpu.races())
+        virtual_gpu.forget_races()
+        return found
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        whole[:32].add_(1)
+    event = torch.cuda.Event()
+    def waits_on_the_host():
+        event.record(side)
+        event.synchronize()
+        whole.add_(1)
+    print(json.dumps({
+        "halves of rows": on_both(lambda: whole[:32].add_(1), lambda: whole[32:].add_(1)),
+        "columns": on_both(lambda: whole[:, :32].add_(1), lambda: whole[:, 32:].add_(1)),
+        "two readers": on_both(lambda: whole.sum(), lambda: whole.sum()),
+        "one column": on_both(lambda: whole[:, :33].add_(1), lambda: whole[:, 32:].add_(1)),
+        "a graph": on_both(graph.replay, lambda: whole[31].zero_()),
+        "a graph of other rows": on_both(graph.replay, lambda: whole[32].zero_()),
+        "the host waits": on_both(waits_on_the_host, lambda: whole.mul_(2)),
+        "a copy": on_both(lambda: whole[:32].copy_(whole[32:]), lambda: whole[32:].fill_(2)),
+    }))
+"""
+
+
+def test_a_race_is_of_the_same_bytes_and_of_one_that_writes(program):
+    wanted = {
+        "halves of rows": 0, "columns": 0, "two readers": 0, "one column": 1, "a graph": 1,
+        "a graph of other rows": 0, "the host waits": 0, "a copy": 1,
+    }  # fmt: skip
+    assert program(RACES, VGPU_COMPUTE="at-once", VGPU_RACES="report") == wanted
+
+
+def test_a_race_ends_the_streams_on_request(program):
+    text = """
+        import json, torch
+        x, side = torch.zeros(9, device="cuda"), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            x.add_(1)
+        try:
+            torch.cuda.synchronize()
+            print(json.dumps("went on"))
+        except RuntimeError as error:
+            print(json.dumps("launch failure" in str(error)))
+        """
+    assert program(text, VGPU_COMPUTE="at-once", VGPU_RACES="fail") is True
 
 
 def test_a_graph_replays_its_work_with_the_addresses_of_its_capture(program):

@@ -14,6 +14,24 @@ GPU, and may look at the record:
 """
 
 from lamina_virtual_gpu.profiles import PROFILES, Profile
-from lamina_virtual_gpu.recording import Record, host_waits, now, record, reset
+from lamina_virtual_gpu.recording import (
+    Record,
+    forget_races,
+    host_waits,
+    now,
+    races,
+    record,
+    reset,
+)
 
-__all__ = ["PROFILES", "Profile", "Record", "host_waits", "now", "record", "reset"]
+__all__ = [
+    "PROFILES",
+    "Profile",
+    "Record",
+    "forget_races",
+    "host_waits",
+    "now",
+    "races",
+    "record",
+    "reset",
+]

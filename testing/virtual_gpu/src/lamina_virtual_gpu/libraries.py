@@ -48,7 +48,7 @@ class Library:
         return not version and re.match(self.names, symbol) is not None
 
 
-RUNTIME = ("machine", "devices", "memory", "streams", "queues", "signals", "launches")
+RUNTIME = ("machine", "devices", "memory", "streams", "queues", "races", "signals", "launches")
 # The runtime is the first: all others are linked with it.
 LIBRARIES = (
     Library("libcudart", 13, RUNTIME, 801),

@@ -47,7 +47,7 @@ def _library() -> ctypes.CDLL:
         )
     library = ctypes.CDLL(str(path))
     library.vgpu_now.restype = ctypes.c_double
-    library.vgpu_record.restype = ctypes.c_char_p
+    library.vgpu_record.restype = library.vgpu_races.restype = ctypes.c_char_p
     return library
 
 
@@ -59,6 +59,21 @@ def reset() -> None:
 def record() -> Record:
     """Return what has been asked of the virtual GPUs since the last `reset`."""
     return Record(**json.loads(_library().vgpu_record().decode(errors="replace")))
+
+
+def races() -> list[str]:
+    """Return the races of this process's streams since the last `forget_races`.
+
+    Each is two pieces of work that touch the same bytes and that no wait orders: what they are,
+    their streams, where Python gave them, and whose memory it is. They are looked for under an
+    adversary, and in every order with `VGPU_RACES=report`.
+    """
+    return _library().vgpu_races().decode(errors="replace").split("\1")[:-1]
+
+
+def forget_races() -> None:
+    """Begin anew: a test has planted what was seen so far."""
+    _library().vgpu_forget_races()
 
 
 def now() -> float:

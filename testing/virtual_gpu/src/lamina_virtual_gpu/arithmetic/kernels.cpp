@@ -9,10 +9,13 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <set>
+#include <utility>
 
 #include "machine.h"
 
@@ -75,6 +78,14 @@ class Aliases {
  public:
   explicit Aliases(bool later) : later_(later) {}
 
+  // What an operator writes. Numbers of the host among it have been written by the kernel for CUDA, when it was called.
+  IValue of_written(const IValue &value) {
+    const bool before = std::exchange(later_, true);
+    IValue alias = of(value);
+    later_ = before;
+    return alias;
+  }
+
   at::Tensor of(const at::Tensor &tensor) {
     if (!tensor.defined()) return tensor;
     for (auto &[from, to] : made_)  // a tensor that is given twice is one
@@ -109,7 +120,7 @@ class Aliases {
   }
 
  private:
-  const bool later_;
+  bool later_;
   std::vector<std::pair<const c10::TensorImpl *, at::Tensor>> made_;
 };
 
@@ -122,6 +133,58 @@ at::Tensor first_on_device(at::ArrayRef<IValue> values) {
         if (tensor.defined() && tensor.is_cuda()) return tensor;
   }
   return {};
+}
+
+// ---- the bytes that an operator touches
+
+constexpr size_t kMostRuns = 256;
+
+// A tensor's bytes: runs without gaps, or all from the first to the last where there are very many.
+void add_bytes(const at::Tensor &tensor, bool writes, virtual_gpu::Accesses &out) {
+  if (!tensor.defined() || !tensor.has_storage() || !tensor.numel() || !tensor.storage().nbytes()) return;
+  std::vector<std::pair<int64_t, int64_t>> steps;  // stride and size of each dimension, in elements; the narrowest first
+  for (int64_t i = 0; i < tensor.dim(); i++)
+    if (tensor.size(i) > 1 && tensor.stride(i)) steps.emplace_back(tensor.stride(i), tensor.size(i));
+  std::sort(steps.begin(), steps.end());
+  int64_t run = 1;
+  size_t first = 0, count = 1;
+  while (first < steps.size() && steps[first].first <= run) run += steps[first].first * (steps[first].second - 1), first++;
+  for (size_t i = first; i < steps.size(); i++) count *= (size_t)steps[i].second;
+  if (count > kMostRuns) {
+    for (; first < steps.size(); first++) run += steps[first].first * (steps[first].second - 1);
+    count = 1;
+  }
+  const auto width = (int64_t)tensor.element_size();
+  const char *start = (const char *)tensor.const_data_ptr();
+  for (size_t number = 0; number < count; number++) {
+    int64_t offset = 0;
+    size_t rest = number;
+    for (size_t i = first; i < steps.size(); i++) offset += steps[i].first * (int64_t)(rest % (size_t)steps[i].second), rest /= (size_t)steps[i].second;
+    out.push_back({start + offset * width, (size_t)(run * width), writes});
+  }
+}
+
+void add_bytes(const IValue &value, bool writes, virtual_gpu::Accesses &out) {
+  if (value.isTensor()) return add_bytes(value.toTensor(), writes, out);
+  if (value.isTensorList())
+    for (const at::Tensor &tensor : value.toTensorVector()) add_bytes(tensor, writes, out);
+  else if (value.isOptionalTensorList())
+    for (const std::optional<at::Tensor> &tensor : value.toOptionalTensorList())
+      if (tensor) add_bytes(*tensor, writes, out);
+}
+
+bool is_written(const c10::Argument &argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
+
+// Reads come first, so that an operator in place is compared with what wrote before it.
+virtual_gpu::Accesses accesses_of(const OperatorHandle &op, at::ArrayRef<IValue> arguments, at::ArrayRef<IValue> outputs) {
+  virtual_gpu::Accesses all;
+  if (!virtual_gpu::watches_races()) return all;
+  const auto &formal = op.schema().arguments();
+  for (const bool writes : {false, true})
+    for (size_t i = 0; i < arguments.size(); i++)
+      if (is_written(formal[i]) == writes) add_bytes(arguments[i], writes, all);
+  for (const IValue &output : outputs) add_bytes(output, true, all);
+  return all;
 }
 
 // ---- one execution of an operator on the CPU
@@ -183,14 +246,19 @@ struct Failure {
   std::exception_ptr error;
 };
 
+// An operator's name, and the node of autograd that has called it: a backward has no line of Python.
+const char *name_of(const OperatorHandle &op) {
+  static auto &names = *new std::set<std::string>;
+  std::string name = toString(op.operator_name());
+  if (const auto node = torch::autograd::get_current_node()) name += " of " + node->name();
+  std::lock_guard<std::recursive_mutex> locked(virtual_gpu::state_lock());
+  return names.insert(name).first->c_str();
+}
+
 void queue(::Stream *stream, std::shared_ptr<Computation> computation) {
   auto failure = std::make_shared<Failure>();
-  static auto &names = *new std::set<std::string>;
-  const char *name;
-  {
-    std::lock_guard<std::recursive_mutex> locked(virtual_gpu::state_lock());
-    name = names.insert(toString(computation->op.operator_name())).first->c_str();
-  }
+  const char *name = name_of(computation->op);
+  auto accesses = accesses_of(computation->op, computation->arguments, computation->outputs);
   virtual_gpu::enqueue_work(stream, name, virtual_gpu::in_one_go([computation, failure, name] {
     try {
       computation->run_into_outputs();
@@ -200,14 +268,12 @@ void queue(::Stream *stream, std::shared_ptr<Computation> computation) {
       else
         failure->error = std::current_exception();
     }
-  }));
+  }), std::move(accesses));
   failure->caller_is_gone = true;
   if (failure->error) std::rethrow_exception(failure->error);
 }
 
 // ---- the kernel for CUDA
-
-bool is_written(const c10::Argument &argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
 
 ::Stream *current_stream(c10::Device device) {
   const c10::impl::VirtualGuardImpl cuda(at::kCUDA);
@@ -263,7 +329,8 @@ class Kernel final : public c10::OperatorKernel {
 
   static void add(const std::shared_ptr<Computation> &computation, const std::vector<IValue> &arguments, at::ArrayRef<IValue> outputs) {
     Aliases aliases(virtual_gpu::settings().order != virtual_gpu::Order::at_once || computation->captured);
-    for (const IValue &value : arguments) computation->arguments.push_back(aliases.of(value));
+    const auto &formal = computation->op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); i++) computation->arguments.push_back(is_written(formal[i]) ? aliases.of_written(arguments[i]) : aliases.of(arguments[i]));
     const auto &returns = computation->op.schema().returns();
     for (size_t i = 0; i < outputs.size(); i++) computation->outputs.push_back(is_written(returns[i]) || on_host(outputs[i]) ? IValue() : aliases.of(outputs[i]));
   }
@@ -309,6 +376,7 @@ class Kernel final : public c10::OperatorKernel {
       const bool out = is_written(formal[i]) && formal[i].is_out() && arguments[i].isTensor();
       computation.arguments.push_back(out ? IValue(at::empty({0}, arguments[i].toTensor().options().device(at::kCPU))) : aliases.of(arguments[i]));
     }
+    vgpu_touched_at_once(stream, name_of(op), accesses_of(op, computation.arguments, {}));
     Stack results = computation.run();
     for (size_t i = 0; i < arguments.size(); i++) {
       if (!is_written(formal[i]) || !formal[i].is_out() || !arguments[i].isTensor()) continue;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "races.h"
 
 #pragma GCC visibility push(default)  // the libraries use what is in libcudart
 
@@ -116,6 +117,7 @@ Work in_one_go(Act act) {
 struct Mark {
   struct ::Stream *stream;
   bool reached = false;
+  Clock clock = {};
 };
 using MarkPointer = std::shared_ptr<Mark>;
 
@@ -126,12 +128,14 @@ struct Entry {
   MarkPointer mark;
   double end = 0;       // on the virtual clock
   uint64_t number = 0;  // in the order of the host's calls
+  NodePointer node = nullptr;
 };
 
 bool computes();  // whether VGPU_COMPUTE asks for values
 // Puts work at the end of a stream's queue, or into its capture, and runs what is due. Call it WITHOUT the lock, after the
 // work has gone to the clock. Without values it does nothing.
-void enqueue_work(struct ::Stream *stream, const char *what, Work work);
+// `accesses` are the bytes that it touches, as far as they are known by then.
+void enqueue_work(struct ::Stream *stream, const char *what, Work work, Accesses accesses = {});
 MarkPointer record_mark(struct ::Stream *stream);          // with the lock
 void wait_for_mark(struct ::Stream *stream, MarkPointer mark);  // with the lock: the stream's next work comes after it
 void reach(const MarkPointer &mark);                       // without the lock: the host waits
@@ -143,6 +147,11 @@ void fail(const char *what, const char *reason);
 // Another process's work may wait for this one's: from now on a thread runs what is due while the host does other things.
 void keep_running();
 
+struct Captured {
+  const char *what;
+  Work work;
+  Accesses accesses;
+};
 struct Capture {
   uint64_t number = 0;
   int mode = kGlobal;
@@ -150,7 +159,7 @@ struct Capture {
   struct ::Stream *origin = nullptr;
   std::vector<std::vector<size_t>> before;  // for each piece of work, what it comes after
   std::vector<Kernel *> kernels;
-  std::vector<std::pair<const char *, Work>> work;  // in the order of the host's calls
+  std::vector<Captured> work;  // in the order of the host's calls
   double seconds = 0;
 };
 
@@ -164,6 +173,7 @@ struct Stream {
   std::shared_ptr<virtual_gpu::Capture> capture;
   std::vector<size_t> frontier;  // in a capture: the work that the next piece comes after
   std::deque<virtual_gpu::Entry> queue;
+  int place = -1;                      // in vector clocks
   bool running = false, eager = true;  // whether a thread runs its first entry; what the adversary thinks of it
 };
 
@@ -206,5 +216,7 @@ EXPORT int vgpu_covered();
 // The adversary overwrites memory that a stream is given with NaN, before the stream's next work: who still reads what was
 // there, or reads what was never written, notices.
 EXPORT void vgpu_spoil(struct Stream *stream, void *at, size_t bytes);
+// Work that was done as soon as it was given, because the host waited for it.
+EXPORT void vgpu_touched_at_once(struct Stream *stream, const char *what, const virtual_gpu::Accesses &accesses);
 
 #pragma GCC visibility pop

@@ -140,6 +140,7 @@ static int release(void *address, Kind kind) {
   auto at = ranges().find((uintptr_t)address);
   if (at == ranges().end() || at->second.kind != kind) return set_error(kInvalidValue);
   munmap(address, at->second.mapped);
+  forget(address, at->second.mapped);
   if (at->second.memory) drop(at->second.memory);
   ranges().erase(at);
   return kSuccess;
@@ -220,6 +221,7 @@ EXPORT int cudaHostUnregister(void *address) {
   CALL(cudaHostUnregister);
   auto at = ranges().find((uintptr_t)address);
   if (at == ranges().end() || at->second.kind != Kind::registered) return set_error(kHostMemoryNotRegistered);
+  forget(address, at->second.bytes);
   ranges().erase(at);
   return kSuccess;
 }
@@ -282,7 +284,7 @@ static int copy(void *to, const void *from, size_t bytes, Stream *stream, bool w
     end = enqueue(stream, (inside ? 2 * (double)bytes / settings().memory_rate : (double)bytes / settings().host_rate) + 1.5e-6);
   }
   const bool recorded_alone = vgpu_covered() && !read && what.rfind("device to device", 0) == 0;
-  if (!recorded_alone) enqueue_work(stream, "a copy", in_one_go([=] { memmove(to, from, bytes); }));
+  if (!recorded_alone) enqueue_work(stream, "a copy", in_one_go([=] { memmove(to, from, bytes); }), {{from, bytes, false}, {to, bytes, true}});
   if (waits || pageable) reach_end_of(stream);
   if (read && on_read) on_read();
   if (waits || pageable) host_wait((std::string(call) + " " + what).c_str(), end);
@@ -301,6 +303,14 @@ EXPORT int cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t byte
   CALL(cudaMemcpyPeerAsync);
   return copy(to, from, bytes, stream, false, "cudaMemcpyPeerAsync");
 }
+static Accesses rows_of(const char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height) {
+  Accesses rows;
+  for (size_t row = 0; row < height; row++) {
+    rows.push_back({from + row * from_pitch, width, false});
+    rows.push_back({to + row * to_pitch, width, true});
+  }
+  return rows;
+}
 EXPORT int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height, int, Stream *stream) {
   auto copy_rows = [=] {
     for (size_t row = 0; row < height; row++) memmove(to + row * to_pitch, from + row * from_pitch, width);
@@ -313,7 +323,7 @@ EXPORT int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t
     count.times++, count.amount += (double)(width * height);
     enqueue(stream, 2 * (double)(width * height) / settings().memory_rate + 1.5e-6);
   }
-  if (!vgpu_covered()) enqueue_work(stream, "a copy of rows", in_one_go(copy_rows));
+  if (!vgpu_covered()) enqueue_work(stream, "a copy of rows", in_one_go(copy_rows), rows_of(to, to_pitch, from, from_pitch, width, height));
   return kSuccess;
 }
 EXPORT int cudaMemcpyToSymbol(const void *, const void *, size_t, size_t, int) { return kSuccess; }
@@ -338,14 +348,14 @@ EXPORT int cudaMemsetAsync(void *at, int value, size_t bytes, Stream *stream) {
     if (!computes()) fill((char *)at, value, bytes);
     enqueue(stream, (double)bytes / settings().memory_rate + 1.5e-6);
   }
-  if (!vgpu_covered()) enqueue_work(stream, "a fill", in_one_go([=] { fill((char *)at, value, bytes); }));
+  if (!vgpu_covered()) enqueue_work(stream, "a fill", in_one_go([=] { fill((char *)at, value, bytes); }), {{at, bytes, true}});
   return kSuccess;
 }
 EXPORT int cudaMemset(void *at, int value, size_t bytes) { return cudaMemsetAsync(at, value, bytes, nullptr); }
 EXPORT int cuMemsetD32Async(uint32_t *at, unsigned value, size_t count, Stream *stream) {
   if (!computes()) std::fill(at, at + count, value);
   enqueue(stream, settings().shortest_kernel);
-  if (!vgpu_covered()) enqueue_work(stream, "a fill", in_one_go([=] { std::fill(at, at + count, value); }));
+  if (!vgpu_covered()) enqueue_work(stream, "a fill", in_one_go([=] { std::fill(at, at + count, value); }), {{at, count * sizeof *at, true}});
   return kSuccess;
 }
 
@@ -430,6 +440,7 @@ EXPORT int cuMemUnmap(uintptr_t at, size_t bytes) {
   reach_end_of_all();
   LOCKED;
   CALL(cuMemUnmap);
+  forget((void *)at, bytes);
   // The addresses stay reserved, and whoever still uses them is stopped by the system.
   mmap((void *)at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
   return kSuccess;

@@ -100,6 +100,7 @@ static void answer_alone(const Call &call, int ranks, int rank) {
 struct Grouped {
   Communicator *on;
   Stream *stream;
+  const char *what;
   std::vector<Call> calls;
 };
 struct Group {
@@ -112,8 +113,35 @@ static Group &group_of_thread() {  // never destroyed: threads of torch outlive 
   return *group;
 }
 
+// The bytes that a rank's calls touch.
+static Accesses accesses_of(const std::vector<Call> &calls, int ranks, int rank) {
+  Accesses all;
+  for (const Call &call : calls) {
+    const size_t once = call.count * width_of(call.type), each = once * (size_t)ranks;
+    const bool root = rank == call.peer;
+    switch (call.kind) {
+      case Call::all_gather: all.insert(all.end(), {{call.from, once, false}, {call.to, each, true}}); break;
+      case Call::reduce_scatter: all.insert(all.end(), {{call.from, each, false}, {call.to, once, true}}); break;
+      case Call::all_to_all: all.insert(all.end(), {{call.from, each, false}, {call.to, each, true}}); break;
+      case Call::all_reduce: all.insert(all.end(), {{call.from, once, false}, {call.to, once, true}}); break;
+      case Call::broadcast: if (root) all.push_back({call.from, once, false});
+        if (!root || call.from != call.to) all.push_back({call.to, once, true});
+        break;
+      case Call::send: all.push_back({call.from, once, false}); break;
+      case Call::receive: all.push_back({call.to, once, true}); break;
+      case Call::reduce:
+      case Call::gather:
+        all.push_back({call.from, once, false});
+        if (root) all.push_back({call.to, call.kind == Call::gather ? each : once, true});
+    }
+    if (call.factor && call.factor->on_device) all.push_back({call.factor->on_device, width_of(call.type), false});
+  }
+  return all;
+}
+
 static int begin(Grouped &together) {
-  enqueue_work(together.stream, "NCCL", together.on->peers->work(std::move(together.calls)));
+  Accesses accesses = accesses_of(together.calls, together.on->ranks, together.on->rank);
+  enqueue_work(together.stream, together.what, together.on->peers->work(std::move(together.calls)), std::move(accesses));
   return kSuccess;
 }
 
@@ -124,17 +152,17 @@ static int run(const char *what, Communicator *on, Call call, double bytes, doub
   if (auto own = on->factors.find(call.operation); own != on->factors.end()) call.factor = own->second;
   if (!on->peers) {
     if (!computes()) answer_alone(call, on->ranks, on->rank);
-    else enqueue_work(stream, what, in_one_go([=, ranks = on->ranks, rank = on->rank] { answer_alone(call, ranks, rank); }));
+    else enqueue_work(stream, what, in_one_go([=, ranks = on->ranks, rank = on->rank] { answer_alone(call, ranks, rank); }), accesses_of({call}, on->ranks, on->rank));
     return kSuccess;
   }
   stream = stream_of(stream);  // while its device is the current one: a group may be of ranks on several
   Group &group = group_of_thread();
-  Grouped alone{on, stream, {call}};
+  Grouped alone{on, stream, what, {call}};
   if (!group.depth) return begin(alone);
   for (Grouped &other : group.calls) {
     if (other.on != on) continue;
     if (other.stream != stream) return not_modelled("a group of NCCL over several streams of one communicator"), kInvalidUsage;
-    other.calls.push_back(call);
+    other.calls.push_back(call), other.what = "a group of NCCL's calls";
     return kSuccess;
   }
   group.calls.push_back(alone);

@@ -14,6 +14,7 @@
 #include <random>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "machine.h"
 
@@ -63,7 +64,7 @@ static Entry &push(Stream *stream, Entry::Kind kind, const char *what) {
 MarkPointer record_mark(Stream *handle) {
   if (!computes()) return nullptr;
   Stream *stream = stream_of(handle);
-  auto mark = std::make_shared<Mark>(Mark{stream});
+  auto mark = std::make_shared<Mark>(Mark{stream, false, clock_of(stream)});
   if (stream->queue.empty() && !stream->running)
     mark->reached = true;
   else
@@ -72,13 +73,14 @@ MarkPointer record_mark(Stream *handle) {
 }
 
 void wait_for_mark(Stream *handle, MarkPointer mark) {
+  if (mark) comes_after(stream_of(handle), mark->clock);
   if (mark && !mark->reached) push(stream_of(handle), Entry::Kind::wait, "a wait").mark = std::move(mark);
 }
 
 // The legacy default stream and the streams that were not made non-blocking wait for each other.
 static void wait_for_default(Stream *stream) {
   for (Stream *other : all_streams()) {
-    if (other == stream || other->device != stream->device || other->queue.empty()) continue;
+    if (other == stream || other->device != stream->device) continue;
     const bool pair = stream->index == 0 ? !(other->flags & kNonBlocking) : other->index == 0 && !(stream->flags & kNonBlocking);
     if (pair) wait_for_mark(stream, record_mark(other));
   }
@@ -94,6 +96,8 @@ static bool can_begin(const Stream *stream) {
   return first.kind != Entry::Kind::wait || first.mark->reached;
 }
 
+static thread_local NodePointer at_work;  // whose step this thread runs
+
 // Does the first entry of a stream that can begin; the lock is given up meanwhile.
 static Progress advance(Locked &lock, Stream *stream) {
   Entry &first = stream->queue.front();
@@ -102,9 +106,11 @@ static Progress advance(Locked &lock, Stream *stream) {
   if (first.kind == Entry::Kind::work) {
     stream->running = true;
     Step &step = first.step;  // what is pushed behind it does not move it
+    NodePointer before = std::exchange(at_work, first.node);
     lock.unlock();
     ended = step();
     lock.lock();
+    at_work = std::move(before);
     stream->running = false;
   }
   if (ended) {
@@ -163,19 +169,22 @@ static bool run_all(Locked &lock, bool (*may)(const Stream *)) {
   return any;
 }
 
-void enqueue_work(Stream *handle, const char *what, Work work) {
+void enqueue_work(Stream *handle, const char *what, Work work, Accesses accesses) {
   if (!computes()) return;
+  Stack lines = watches_races() ? python_lines() : Stack();
   Locked lock(state_lock());
   Stream *stream = stream_of(handle);
   if (stream->capture) {
-    stream->capture->work.emplace_back(what, std::move(work));
+    stream->capture->work.push_back({what, std::move(work), std::move(accesses)});
     return;
   }
   wait_for_default(stream);
   lock.unlock();
   Step step = work();  // it may be Python's
   lock.lock();
-  push(stream, Entry::Kind::work, what).step = std::move(step);
+  Entry &entry = push(stream, Entry::Kind::work, what);
+  entry.step = std::move(step);
+  if (watches_races()) touch(entry.node = begin_work(stream, what, std::move(lines)), accesses);
   if (settings().order == Order::adversarial) think_again(stream);
   run_all(lock, is_due);
 }
@@ -218,6 +227,7 @@ static bool go_to(const MarkPointer &mark, bool to_the_end) {
     if (!to_the_end) return false;
     changed.wait_for(lock, std::chrono::microseconds(stream ? 50 : 2000));
   }
+  host_comes_after(mark->clock);
   return true;
 }
 
@@ -242,6 +252,8 @@ void reach_end_of_all() {
       if (!stream->queue.empty()) ends.push_back(record_mark(stream));
   }
   for (auto &end : ends) reach(end);
+  LOCKED;
+  host_comes_after_all();
 }
 
 // ---- work that other processes wait for
@@ -267,8 +279,27 @@ void keep_running() {
 }  // namespace virtual_gpu
 
 EXPORT void vgpu_spoil(Stream *stream, void *at, size_t bytes) {
-  if (settings().order != Order::adversarial || !bytes) return;
-  enqueue_work(stream, "fresh memory", in_one_go([=] { memset(at, 0xff, bytes); }));
+  if (!bytes) return;
+  if (watches_races()) {
+    Stack lines = python_lines();
+    LOCKED;
+    note_given_out(at, bytes, std::move(lines));
+  }
+  if (settings().order == Order::adversarial) enqueue_work(stream, "fresh memory", in_one_go([=] { memset(at, 0xff, bytes); }), {{at, bytes, true}});
+}
+
+// Within a piece of work: bytes that it turns out to touch.
+EXPORT void vgpu_touch(const void *at, size_t bytes, int writes) {
+  if (!at_work) return;
+  LOCKED;
+  touch(at_work, {{at, bytes, writes != 0}});
+}
+
+EXPORT void vgpu_touched_at_once(Stream *stream, const char *what, const Accesses &accesses) {
+  if (!watches_races()) return;
+  Stack lines = python_lines();
+  LOCKED;
+  touch(begin_work(stream, what, std::move(lines)), accesses);
 }
 
 static thread_local int covers = 0;

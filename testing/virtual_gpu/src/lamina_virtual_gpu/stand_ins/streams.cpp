@@ -426,7 +426,7 @@ EXPORT int cudaGraphLaunch(Graph *graph, Stream *stream) {
     for (Kernel *kernel : capture->kernels) kernel->launches++;
     enqueue(stream, capture->seconds);
   }
-  for (auto &[what, work] : capture->work) enqueue_work(stream, what, work);
+  for (auto &[what, work, accesses] : capture->work) enqueue_work(stream, what, work, accesses);
   return kSuccess;
 }
 EXPORT int cudaGraphDestroy(Graph *graph) {
@@ -467,7 +467,7 @@ EXPORT int cudaGraphRetainUserObject(Graph *, void *, unsigned, unsigned) { retu
 EXPORT int cuStreamWriteValue32_v2(Stream *stream, uint32_t *address, uint32_t value, unsigned) {
   enqueue(stream, settings().shortest_kernel);
   if (computes())
-    enqueue_work(stream, "cuStreamWriteValue32", in_one_go([=] { *address = value; }));
+    enqueue_work(stream, "cuStreamWriteValue32", in_one_go([=] { *address = value; }), {{address, sizeof value, true}});
   else
     *address = value;
   return kSuccess;

@@ -10,12 +10,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lamina.ddp import full_parameters
+from lamina.ddp import Muon, full_parameters
 from lamina.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
-from lamina.mesh import mark, role_of
+from lamina.mesh import mark
 from lamina_testing import device_type
+from lamina_testing.oracles import PlainMuon
 from lamina_testing.toys import Block, OddNet, inputs
 
 STRATEGIES = pytest.mark.parametrize("strategy", [0, 1, 3])
@@ -142,20 +148,12 @@ def others(model):
     return sgd([p for n, p in model.named_parameters() if not is_matrix(n, p)])
 
 
-def whole_matrices(model):
-    """A shard boundary may not cut what Muon has to see whole."""
-    for name, parameter in model.named_parameters():
-        if is_matrix(name, parameter):
-            mark(parameter, block_rows=parameter.shape[0])
-    return model
-
-
 @pytest.mark.matrix(few=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("before", [True, False], ids=["made before", "made after"])
 @STRATEGIES
-def test_muon_steps_over_whole_matrices(strategy, before, ranks):
-    model = whole_matrices(matrices())
+def test_muon_steps_over_matrices_that_are_cut(strategy, before, ranks):
+    model = matrices()
     made = [muon(model), others(model)] if before else []
     model = fully_shard_model(model, **cutting(strategy))
     optimizers = [fully_shard_optimizer(o, model) for o in made or [muon(model), others(model)]]
@@ -173,14 +171,22 @@ def train_with(model, optimizers, ranks):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", [0, 3])
-def test_muon_given_to_fully_shard_has_its_matrices_kept_whole(strategy, ranks):
-    """Nothing has to be marked, and nothing is: the model's roles are the user's."""
+def test_muon_and_adamw_in_one_line_equal_two_optimizers(strategy, ranks):
+    def adamw(model):
+        rest = [p for n, p in model.named_parameters() if p.ndim != 2]
+        return torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def torchs(model):
+        return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
+
     model = matrices()
-    rest = others(model)
-    model, optimizer = fully_shard(model, muon(model), **cutting(strategy))
-    assert all(role_of(p).block_rows is None for p in model.parameters())
-    train_with(model, [optimizer, fully_shard_optimizer(rest, model)], ranks)
-    assert_near(model, one_process(muon, others, model=matrices()))
+    model, optimizer = fully_shard(model, Muon(model, lr=0.02, adamw_lr=0.01), **cutting(strategy))
+    train_with(model, [optimizer], ranks)
+    assert_near(model, one_process(torchs, adamw, model=matrices()))
+    # Matrices are cut where the strategy cuts, and so is their momentum.
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            assert value.dim() == 0 or type(value) is type(parameter.detach())
 
 
 @pytest.mark.ranks(2)
@@ -235,20 +241,46 @@ def test_state_that_one_rank_keeps_is_in_every_ranks_whole_state(make, strategy,
 
 
 @pytest.mark.ranks(2)
-def test_muon_over_cut_matrices_is_refused_by_name(ranks):
+def test_an_optimizer_of_whole_tensors_over_cut_ones_is_refused_by_name(ranks):
     model = fully_shard_model(nn.Sequential(nn.Linear(64, 64, bias=False)))
-    for kind in (torch.optim.Muon, torch.optim.Adafactor):
-        with pytest.raises(ValueError, match=r"looks at whole tensors, and 0\.weight is cut"):
-            fully_shard_optimizer(kind(model.parameters()), model)
+    with pytest.raises(ValueError, match=r"looks at whole tensors, and 0\.weight is cut"):
+        fully_shard_optimizer(torch.optim.Adafactor(model.parameters()), model)
 
 
 @pytest.mark.ranks(2)
-def test_muon_over_tensor_parallel_pieces_is_refused_by_name(ranks):
+def test_adafactor_over_tensor_parallel_pieces_is_refused_by_name(ranks):
     mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     mark(model[0].weight, tp_shard_dim=0)
     with pytest.raises(ValueError, match=r"0\.weight is cut over tensor-parallel ranks"):
         fully_shard(
-            model, torch.optim.Muon(model.parameters()), device_mesh=mesh, dp_shard_dim="dp"
+            model, torch.optim.Adafactor(model.parameters()), device_mesh=mesh, dp_shard_dim="dp"
         )
     assert type(model) is nn.Sequential, "half sharded"
+
+
+@pytest.mark.ranks(2)
+def test_muon_over_dtensors_of_unequal_pieces(ranks):
+    """`parallelize_module` cuts 7 rows into 4 and 3, and 5 columns into 3 and 2."""
+    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
+
+    def build():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, 7, bias=False), nn.Linear(7, 5, bias=False)).double()
+
+    plain, model = build(), parallelize_module(build(), mesh["tp"], plan)
+    wanted = PlainMuon(plain, 0.05, 0.01, lambda name: True)
+    optimizer = Muon(model.parameters(), lr=0.05, ns_dtype=torch.float64)
+    model, optimizer = fully_shard(
+        model, optimizer, device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp"
+    )
+    for step in range(STEPS):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).double()
+        for each, its in ((plain, wanted), (model, optimizer)):
+            each(x).square().mean().backward()
+            its.step()
+            its.zero_grad()
+    pieces = plain[0].weight.chunk(2, 0)[ranks.rank], plain[1].weight.chunk(2, 1)[ranks.rank]
+    for found, piece in zip(full_parameters(model).values(), pieces, strict=True):
+        torch.testing.assert_close(found, piece.detach(), rtol=0, atol=1e-10)

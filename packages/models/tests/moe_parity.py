@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    Muon,
     ShardedOptimizer,
     clip_grad_norm,
     finalize_grads,
@@ -31,6 +33,7 @@ from lamina.models import (
 )
 from lamina.models.engine import cut_weight
 from lamina_testing import device_type
+from lamina_testing.oracles import PlainMuon
 
 from . import moe_oracle
 
@@ -62,6 +65,8 @@ class Case:
     recompute: str = "none"
     fp32: bool = False
     max_norm: float | None = None
+    muon: bool = False
+    """Muon for all matrices, beside AdamW, in place of AdamW."""
     crowded: int | None = None
     """The expert that every token goes to first, by a bias that nothing moves."""
     padding: bool = False
@@ -105,6 +110,11 @@ class Oracle:
                 setattr(block, name, layer)
                 self.layers[f"blocks.{index}.{name}"] = layer
         self.optimizer = optimizer_of(case, self.model.parameters())
+        if case.muon:
+            no_matrices = re.compile(r"norm|embedding|head")
+            self.optimizer = PlainMuon(
+                self.model, 0.05, 0.01, lambda name: not no_matrices.search(name)
+            )
         self.chosen = {}
 
     def step(self, index):
@@ -168,7 +178,10 @@ class Run:
         if self.mesh.axis("pp").size > 1:
             self.cut(model)
         else:
-            self.wrap(model, optimizer_of(case, model.parameters()))
+            muon = (
+                Muon(model, lr=0.05, adamw_lr=0.01, ns_dtype=torch.float64) if case.muon else None
+            )
+            self.wrap(model, muon or optimizer_of(case, model.parameters()))
         self.routers = {}
         for name, module in self.model.named_modules():
             if isinstance(module, TopKRouter):

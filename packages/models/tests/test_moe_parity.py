@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -124,3 +125,29 @@ def test_every_strategy_equals_one_process_on_every_layout(layout, strategy, mic
         max_norm=math.inf,
     )
     check(case, steps)
+
+
+MUON = {
+    "tp 2": Case({"tp": 2}, config={"sequence_parallel": True}),
+    "ep 2": Case({"ep": 2}, BALANCED),
+    "expert_tp 2": Case({"tp": 2, "expert_tp": 2}, BALANCED, strategy=0),
+    "ep 2, tp 2": Case({"dp_shard": 2, "tp": 2, "ep": 2}, BALANCED, strategy="ddp, sharded",
+                       config={"sequence_parallel": True}),
+    "ep 2, expert_tp 2": Case({"dp_shard": 2, "tp": 2, "ep": 2, "expert_tp": 2}, strategy=2,
+                              config={"sequence_parallel": True}),
+    "HSDP, ep 2": Case({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, BALANCED),
+    "HFSDP, ep 2": Case({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, outer=1, microbatches=2),
+}  # fmt: skip
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("name", [name for name in MUON if "dp_shard" not in MUON[name].axes])
+def test_muon_over_two_ranks_equals_muon_written_out(name, steps):
+    check(replace(MUON[name], muon=True), steps)
+
+
+@pytest.mark.matrix(few=2)
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("name", [name for name in MUON if "dp_shard" in MUON[name].axes])
+def test_muon_over_four_ranks_equals_muon_written_out(name, steps):
+    check(replace(MUON[name], muon=True), steps)

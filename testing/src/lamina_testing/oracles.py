@@ -316,3 +316,58 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return OracleStep(losses, gradients, clipped, norm, parameters)
+
+
+class PlainMuon(torch.optim.Optimizer):
+    """Muon one matrix after the other, in the dtype of the matrix, beside AdamW written out.
+
+    Matrices are those whose name `is_matrix` takes; of three dimensions, each of a stack.
+    """
+
+    def __init__(
+        self, model: nn.Module, lr: float, adamw_lr: float, is_matrix: Callable[[str], bool]
+    ) -> None:
+        super().__init__(model.parameters(), {})
+        self.lr, self.adamw_lr = lr, adamw_lr
+        self.matrices = {p for name, p in model.named_parameters() if is_matrix(name)}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """One step, with a weight decay of 0.1, momentum 0.95 and betas 0.9 and 0.95."""
+        for parameter in self.param_groups[0]["params"]:
+            gradient, state = parameter.grad, self.state[parameter]
+            if gradient is None:
+                continue
+            if not state:
+                state["first"], state["second"] = (
+                    torch.zeros_like(gradient),
+                    torch.zeros_like(gradient),
+                )
+                state["count"] = 0
+            state["count"] += 1
+            if parameter in self.matrices:
+                state["first"] = 0.95 * state["first"] + 0.05 * gradient
+                update = 0.05 * gradient + 0.95 * state["first"]
+                parameter *= 1 - self.lr * 0.1
+                stacks = (
+                    (parameter, update) if parameter.ndim == 3 else (parameter[None], update[None])
+                )
+                for matrix, direction in zip(*stacks, strict=True):
+                    scale = max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5
+                    matrix -= self.lr * scale * _orthogonal(direction)
+            else:
+                state["first"] = 0.9 * state["first"] + 0.1 * gradient
+                state["second"] = 0.95 * state["second"] + 0.05 * gradient**2
+                first = state["first"] / (1 - 0.9 ** state["count"])
+                second = state["second"] / (1 - 0.95 ** state["count"])
+                parameter *= 1 - self.adamw_lr * 0.1
+                parameter -= self.adamw_lr * first / (second.sqrt() + 1e-8)
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    """Five steps of the quintic Newton-Schulz iteration, always from the right."""
+    x = matrix / max(matrix.square().sum().sqrt().item(), 1e-7)
+    for _ in range(5):
+        square = x.T @ x
+        x = 3.4445 * x - 4.7750 * x @ square + 2.0315 * x @ square @ square
+    return x

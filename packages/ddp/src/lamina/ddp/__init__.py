@@ -10,6 +10,7 @@ from lamina.ddp.monitor.pace import Straggler
 from lamina.ddp.monitor.replicas import ReplicaError, ReplicaMonitor
 from lamina.ddp.norm.clip import clip_grad_norm
 from lamina.ddp.optimizer.grad_scaler import ShardedGradScaler
+from lamina.ddp.optimizer.muon import Muon
 from lamina.ddp.optimizer.sharded_optimizer import ShardedOptimizer
 from lamina.ddp.parameters.strategy import Cadence, Strategy
 from lamina.ddp.wrapper.config import DistributedDataParallelConfig
@@ -26,6 +27,7 @@ __all__ = [
     "Judgement",
     "LargeGradientError",
     "MemoryPlan",
+    "Muon",
     "NonFiniteGradientError",
     "ReplicaError",
     "ReplicaMonitor",

@@ -32,8 +32,8 @@ from lamina.ddp.inspect.wire import WireBytes
 from lamina.ddp.optimizer.adopt_parameters import (
     refuse_optimizer,
 )
-from lamina.ddp.optimizer.flat_step import ELEMENTWISE
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
+from lamina.ddp.optimizer.muon import ELEMENTWISE_STATE
 from lamina.ddp.optimizer.whole_step import (
     adopt_optimizer,
     needs_whole_tensors,
@@ -57,7 +57,7 @@ from lamina.ddp.wrapper.buckets import registration_refusal
 
 __all__ = [
     "COMING",
-    "ELEMENTWISE",
+    "ELEMENTWISE_STATE",
     "LIVE",
     "BackwardEnd",
     "BufferPolicy",

@@ -56,7 +56,7 @@ class Granularity:
 
     @classmethod
     def tensor(cls) -> Granularity:
-        """Keep the whole tensor on one shard (matrix optimizers such as Muon)."""
+        """Keep the whole tensor on one shard (optimizers that look at it whole)."""
         return cls("tensor")
 
     def elements(self, shape: Sequence[int]) -> int:

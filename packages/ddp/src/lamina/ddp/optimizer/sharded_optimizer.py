@@ -14,8 +14,9 @@ from lamina.ddp.compat import local_of_state_call
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import groups_of
 from lamina.ddp.optimizer.adopt_parameters import cut_state, locate_main_parameters
-from lamina.ddp.optimizer.flat_step import COUNTERS, ELEMENTWISE, MOMENTS, unshare_counts
+from lamina.ddp.optimizer.flat_step import COUNTERS, MOMENTS, unshare_counts
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
+from lamina.ddp.optimizer.muon import ELEMENTWISE_STATE
 from lamina.ddp.optimizer.whole_step import adopt_optimizer
 from lamina.mesh import ParallelMesh
 
@@ -271,7 +272,7 @@ class ShardedOptimizer(Optimizer):
             with torch.no_grad():
                 parameter.copy_(self._cut(parameter, values[_MAIN_WEIGHTS], elementwise=True))
         # A tensor of the parameter's size is cut like it, if its elements are the parameter's.
-        elementwise = type(self.optimizer) in ELEMENTWISE
+        elementwise = type(self.optimizer) in ELEMENTWISE_STATE
         taken = {}
         for key, value in values.items():
             if key != _MAIN_WEIGHTS:

@@ -17,15 +17,16 @@ from lamina.ddp.finalize.finalize import warn_of_unfinished_steps
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.optimizer.adopt_parameters import adopt_main_parameters, require_same_optimizer
 from lamina.ddp.optimizer.flat_step import ELEMENTWISE, BorrowedGroups, FlatStep
+from lamina.ddp.optimizer.muon import ELEMENTWISE_STATE, MATRIX_OPTIMIZERS, MatrixStep
 
 _BORROWED = "_lamina_borrowed_groups"
 _WHOLE: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
-"""Torch's optimizers whose update of an element reads others of its tensor."""
+"""Torch's optimizers whose update of an element reads others of its tensor, and their heirs."""
 
 
 def needs_whole_tensors(optimizer: Optimizer | None) -> frozenset[int]:
     """`id`s of the parameters that an optimizer has to see whole."""
-    if not isinstance(optimizer, _WHOLE):
+    if not isinstance(optimizer, _WHOLE) or type(optimizer) in MATRIX_OPTIMIZERS:
         return frozenset()
     return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
 
@@ -56,7 +57,8 @@ def adopt_optimizer(
     """Let an optimizer update groups of a module: it gets their main parameters (collective).
 
     The optimizer object, its groups and their hyperparameters stay. From then on elementwise
-    optimizers step over flat runs (`FlatStep`). Others step over whole tensors where these are
+    optimizers step over flat runs (`FlatStep`), Muon over whole matrices on their owners
+    (`MatrixStep`). Others step over whole tensors where these are
     whole on one rank, and else over parameters as they are (`WholeStep`). The caller tells the
     result, with `add`, which groups are stepped, and what comes before and after a step. An
     optimizer of several modules has one for all of them.
@@ -79,7 +81,9 @@ def adopt_optimizer(
     warn_of_unfinished_steps(optimizer, module)
     borrowed: BorrowedGroups | None = optimizer.__dict__.get(_BORROWED)
     if borrowed is None:
-        make = FlatStep if type(optimizer) in ELEMENTWISE else WholeStep
+        make: type[BorrowedGroups] = WholeStep
+        if type(optimizer) in ELEMENTWISE_STATE:
+            make = FlatStep if type(optimizer) in ELEMENTWISE else MatrixStep
         borrowed = optimizer.__dict__[_BORROWED] = make(optimizer)
     return borrowed
 

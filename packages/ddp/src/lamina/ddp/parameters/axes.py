@@ -32,6 +32,7 @@ class DataParallelAxes:
         at: this rank's coordinates in the whole mesh, for messages.
         apart: the mesh's tensor- and pipeline-parallel axes of more than one rank.
         tp: the mesh's tensor-parallel axis, if it has one of more than one rank.
+        pieces: the axis along which `tp_shard_dim` of these parameters is cut: tp, or expert_tp.
         mesh: the whole mesh in words that are equal on its ranks.
     """
 
@@ -41,6 +42,7 @@ class DataParallelAxes:
     at: str = ""
     apart: tuple[str, ...] = ()
     tp: MeshAxis | None = None
+    pieces: MeshAxis | None = None
     mesh: str = ""
 
     @property
@@ -128,7 +130,8 @@ def data_parallel_axes(
     apart = _apart(torch_mesh)
     tp = mesh_axis(mesh, "tp") if "tp" in apart else None
     words = f"{torch_mesh.mesh_dim_names} {tuple(torch_mesh.shape)} {torch_mesh.mesh.tolist()}"
-    return DataParallelAxes(outer_axis, inner_axis, divisor, _coordinates(mesh), apart, tp, words)
+    at = _coordinates(mesh)
+    return DataParallelAxes(outer_axis, inner_axis, divisor, at, apart, tp, pieces=tp, mesh=words)
 
 
 def check_dimensions(

@@ -73,7 +73,7 @@ class DistributedDataParallelConfig:
             first one after it, as torch does; "start" once; or "never". True and False are
             "forward" and "never".
         keep_tensors_whole: no shard boundary cuts a parameter, for optimizers that look at whole
-            matrices (Muon, Adafactor); shards are then less even.
+            tensors (Adafactor); shards are then less even.
         moments_dtype: dtype that Adam and AdamW keep their moments in between steps, such as
             `torch.bfloat16` (Megatron's `exp_avg_dtype` and `exp_avg_sq_dtype`); None is the main
             weights'. Steps are made in the main weights' dtype, and rounded once. It takes a

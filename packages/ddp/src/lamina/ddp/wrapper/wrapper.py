@@ -7,6 +7,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -607,6 +608,7 @@ def _axes(
         dense = data_parallel_axes(mesh, "dp_shard_cp", "dp_replicate")
         if mesh.layout.ep * mesh.layout.expert_tp * mesh.layout.tp > 1:
             expert = data_parallel_axes(mesh, "expert_dp", "dp_replicate", dense.size)
+            expert = replace(expert, pieces=mesh.axis("expert_tp"))
     else:
         dense = _axes_of_device_mesh(mesh)
         outer_cut = config.strategy.placements.optimizer_state[0].cuts

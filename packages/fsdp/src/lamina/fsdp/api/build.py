@@ -130,8 +130,9 @@ def resolve(
     # A mesh that the user has made, and that names tp, says how many ranks it has: one, perhaps.
     if settings.device_mesh is None or model.tp is None:
         refuse_unplaced(refs, dense, model.tp)
-    dense = beside_parts(dense, refs, model)
-    expert = None if expert is None else beside_parts(expert, refs, model)
+    dense = replace(beside_parts(dense, refs, model), pieces=model.tp)
+    if expert is not None:
+        expert = replace(beside_parts(expert, refs, model), pieces=model.expert_tp)
     # A model that has to be offloaded may not fit on the device: its parameters may be on the
     # host, and then say nothing about where it computes.
     is_offloaded = isinstance(settings.offload_policy, CPUOffloadPolicy)

@@ -13,13 +13,11 @@ from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
 from lamina.buffers.engine import TensorPart
-from lamina.ddp.engine import ELEMENTWISE, local_of_state_call
+from lamina.ddp.engine import ELEMENTWISE_STATE, local_of_state_call
 from lamina.fsdp.compat import TorchDispatchMode, tree_map_only
 from lamina.fsdp.state.cut_regions import TensorRegions, regions_of
 
 _WHOLE = "_lamina_whole_state"
-_REGULAR = ELEMENTWISE | {getattr(torch.optim, "Muon", torch.optim.SGD)}
-"""Optimizers whose state is one tensor per name, of the parameter's shape, and counts."""
 
 
 def give_whole_tensors(module: nn.Module, *, always: bool = True) -> None:
@@ -94,7 +92,7 @@ def prepare_optimizer_state(
         """Complete the state, or make it whole."""
         if whole or _asked_for_whole():
             return {**state, "state": _whole_state(owner, state["state"])}
-        if type(owner) not in _REGULAR:
+        if type(owner) not in ELEMENTWISE_STATE:
             _warn_of_missing(owner, state["state"])
             return state
         return {**state, "state": _completed(owner, state["state"])}
@@ -145,7 +143,7 @@ def _whole_state(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
     """
     shared, sent = dict(state), {}
     for index, parameter in enumerate(_parameters(optimizer)):
-        if type(optimizer) not in ELEMENTWISE and isinstance(parameter, ShardedTensor):
+        if type(optimizer) not in ELEMENTWISE_STATE and isinstance(parameter, ShardedTensor):
             holds = [stop - start == parameter.numel() > 0 for start, stop in parameter.extents()]
             if parameter.spec.is_cut and any(holds):
                 values = _sent_by(holds.index(True), parameter, shared.pop(index, {}))

@@ -456,6 +456,8 @@ class TransformerConfig:
                 self.attention_dropout > 0.0
             ),
         }
+        if self.moe is not None:
+            lacks |= self.moe.depends_on_layout
         for what, there in lacks.items():
             if there:
                 raise ValueError(f"invariant=True beside {what}: leave one of them out")

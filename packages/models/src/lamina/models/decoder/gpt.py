@@ -187,8 +187,8 @@ class GPTModel(KeepsRoles):
             if context.routing is not None:
                 # A mean is averaged over the ranks of cp, each of which has a part of an auxiliary
                 # loss. A sum is divided by the number of labels later.
-                mean = reduction == "mean"
-                context.routing.scale.follow(loss, parts if mean else (labels != IGNORED).sum())
+                factor = parts if reduction == "mean" else self.count_labels(labels)
+                context.routing.scale.follow(loss, factor)
             return loss
         logits: Tensor = self.head(x)
         return join_sequence(logits.view(tokens.shape[0], -1, logits.shape[-1]), self.cp)
@@ -228,6 +228,15 @@ class GPTModel(KeepsRoles):
             return total
         parts = 1 if self.cp is None else self.cp.size
         return total * parts / (labels != IGNORED).sum().clamp(min=1)
+
+    def count_labels(self, labels: Tensor) -> Tensor:
+        """The labels that count, by which a sum of losses weighs auxiliary losses.
+
+        With `invariant=True` each sequence has its own number, `[batch]`, as a batch is cut into
+        microbatches by the layout.
+        """
+        counted = labels != IGNORED
+        return counted.sum(dim=1) if self.config.invariant else counted.sum()
 
     def embed(self, tokens: Tensor, positions: Tensor, splice: Splice | None = None) -> Tensor:
         """Embed tokens, replace the embeddings that are spliced, and add learned positions.

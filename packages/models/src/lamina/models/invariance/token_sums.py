@@ -243,7 +243,8 @@ class _LookUp(torch.autograd.Function):
 Activation = Callable[[Tensor], Tensor]
 
 
-def _sigmoid(x: Tensor) -> Tensor:
+def sigmoid(x: Tensor) -> Tensor:
+    """`torch.sigmoid`, see Note [Functions of elements]."""
     return 0.5 + 0.5 * torch.tanh(0.5 * x)
 
 
@@ -261,7 +262,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 # its place. `exp`, `log`, `tanh` and `erf` are the same everywhere. tests/test_invariant_sums.py
 # compares pieces with the whole.
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": lambda x: x * _sigmoid(x),
+    "silu": lambda x: x * sigmoid(x),
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu2": lambda x: torch.relu(x).square(),

@@ -138,6 +138,14 @@ class _Multiply(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
+def fixed_linear(x: Tensor, weight: Tensor, products: InvariantProducts) -> Tensor:
+    """`x @ weight.T` of `[tokens, in]` with a whole weight, in the order of the model."""
+    return applied(
+        _Multiply, x, weight, None, _CutProduct(None, "output", False, "ordered"),
+        products.of(x), None,
+    )  # fmt: skip
+
+
 class _Projection(FixedSums, nn.Module):
     """What all linear layers have in common: the parameters, and how they multiply."""
 

@@ -9,9 +9,11 @@ compute something else before `arrive` and before `combine`, while rows are sent
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lamina.collectives import copy_to, reduce_from
@@ -22,9 +24,11 @@ from lamina.collectives.engine import (
     start_all_to_all,
 )
 from lamina.mesh.engine import MeshAxis
+from lamina.models.base.applied import applied
 from lamina.models.base.configs.moe import Dispatcher
 from lamina.models.base.mesh_axes import require_divisible
 from lamina.models.compat import one_graph_break
+from lamina.models.invariance.products import fold
 from lamina.models.moe.exchange import RowExchange, gather_rows, reduce_rows
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.routing import (
@@ -45,11 +49,14 @@ class ExpertRows:
         rows: `[rows, hidden]`, those of the first expert first.
         counts: int64 `[experts]`: the number of rows of each, on the rows' device.
         on_host: the same numbers on the host, if the host knows them anyway.
+        tokens: int64 `[rows]`: the number of each row's token in the batch, if the dispatcher was
+            given the numbers.
     """
 
     rows: Tensor
     counts: Tensor
     on_host: tuple[int, ...] | None = None
+    tokens: Tensor | None = None
 
 
 class Dispatch(ABC):
@@ -93,7 +100,11 @@ class TokenDispatcher:
         require_divisible("num_experts", num_experts, mesh.ep)
 
     def dispatch(
-        self, x: Tensor, routing: Routing, capacities: dict[tuple[int, ...], int] | None = None
+        self,
+        x: Tensor,
+        routing: Routing,
+        capacities: dict[tuple[int, ...], int] | None = None,
+        numbers: Tensor | None = None,
     ) -> Dispatch:
         """Start to send tokens to their experts.
 
@@ -102,12 +113,16 @@ class TokenDispatcher:
             routing: the experts of each token.
             capacities: see `RoutingContext`; by default the ranks exchange their capacities if
                 the routing has one.
+            numbers: int64 `[tokens]`, of the tokens in the batch. With them sums have one order
+                for every layout (`invariant=True`), and `x` and the results are in float32.
         """
         axes = self.axes
         if axes.replicated and axes.tp is not None:
+            if numbers is not None:
+                return _FixedReplicated(x, routing, self.num_experts, numbers, axes.tp)
             return _Replicated(x, routing, self.num_experts, axes.tp)
         if axes.dispatch is None or axes.dispatch.group is None:
-            return _Local(x, routing, self.num_experts)
+            return _Local(x, routing, self.num_experts, numbers)
         axis = axes.dispatch
         pieces = 1 if axes.expert_tp is None else axes.expert_tp.size
         homes = axis.size // pieces
@@ -120,7 +135,7 @@ class TokenDispatcher:
             if axis.ranks not in known:
                 known[axis.ranks] = _largest(routing.capacity, way.group, x.device)
             return _to_capacity(x, routing, way, known[axis.ranks])
-        return _by_counts(x, routing, way)
+        return _by_counts(x, routing, way, numbers)
 
 
 @one_graph_break
@@ -161,8 +176,11 @@ class _Way:
 class _Local(Dispatch):
     """All experts are on this rank."""
 
-    def __init__(self, x: Tensor, routing: Routing, num_experts: int) -> None:
+    def __init__(
+        self, x: Tensor, routing: Routing, num_experts: int, numbers: Tensor | None = None
+    ) -> None:
         super().__init__(routing)
+        self.fixed = numbers is not None
         counts, on_host = routing.counts, None
         if routing.capacity is not None:
             self.order = rows_to_capacity(routing.experts, num_experts, routing.capacity)
@@ -173,11 +191,12 @@ class _Local(Dispatch):
             if routing.holes:
                 on_host = tuple(counts.tolist())
                 self.order = self.order.first(sum(on_host))
-        self.arrived = ExpertRows(copies_to_rows(x, self.order), counts, on_host)
+        rows = copies_to_rows(x, self.order)
+        self.arrived = ExpertRows(rows, counts, on_host, _of_rows(numbers, self.order))
 
     def combine(self) -> Tensor:
         """Weigh and add up each token's results; nothing travels."""
-        return rows_to_tokens(self.results, self.routing.weights, self.order)
+        return rows_to_tokens(self.results, self.routing.weights, self.order, fixed=self.fixed)
 
 
 class _Replicated(_Local):
@@ -192,6 +211,24 @@ class _Replicated(_Local):
     def combine(self) -> Tensor:
         """Sum the tensor-parallel ranks' pieces of each token's results."""
         return reduce_from(super().combine(), self.tp.group)
+
+
+class _FixedReplicated(_Local):
+    """As `_Replicated`, but sums over ranks are those of each row.
+
+    A row's pieces are added before the rows of a token, as they are where rows are sent.
+    """
+
+    def __init__(
+        self, x: Tensor, routing: Routing, num_experts: int, numbers: Tensor, tp: MeshAxis
+    ) -> None:
+        super().__init__(x, routing, num_experts, numbers)
+        self.tp = tp
+        self.arrived = replace(self.arrived, rows=copy_to(self.arrived.rows, tp.group))
+
+    def give_back(self, rows: Tensor) -> None:
+        """Sum the tensor-parallel ranks' pieces of each row."""
+        super().give_back(reduce_from(rows, self.tp.group))
 
 
 class _Sent(Dispatch):
@@ -210,21 +247,32 @@ class _Sent(Dispatch):
         sends: list[int],
         chunks: list[list[int]],
         counts: Tensor,
+        numbers: Tensor | None = None,
     ) -> None:
         super().__init__(routing)
         self.way, self.order, self.sends = way, order, sends
         self.chunks, self.counts = chunks, counts
-        self.going = RowExchange(
-            repeat_runs(copies_to_rows(x, order), sends, way.pieces),
-            way.group,
-            [count for count in sends for _ in range(way.pieces)],
-            [sum(chunk) for chunk in chunks],
-        )
+        self.fixed, self.tokens = numbers is not None, None
+        splits = [count for count in sends for _ in range(way.pieces)]
+        receives = [sum(chunk) for chunk in chunks]
+        rows = copies_to_rows(x, order)
+        own = _of_rows(numbers, order)
+        if own is None:
+            repeated = repeat_runs(rows, sends, way.pieces)
+        else:
+            repeated = applied(_Repeat, rows, tuple(sends), way.pieces)
+            column = repeat_runs(own.unsqueeze(1), sends, way.pieces)
+            arrived = start_all_to_all(
+                column, way.group, output_splits=receives, input_splits=splits
+            ).wait()
+            self.tokens = regroup(arrived, chunks).squeeze(1)
+        self.going = RowExchange(repeated, way.group, splits, receives)
 
     def arrive(self) -> ExpertRows:
         """Wait for the first all-to-all, and order its rows by expert."""
         rows = regroup(self.going.wait(), self.chunks)
-        return ExpertRows(rows, self.counts, tuple(map(sum, zip(*self.chunks, strict=True))))
+        on_host = tuple(map(sum, zip(*self.chunks, strict=True)))
+        return ExpertRows(rows, self.counts, on_host, self.tokens)
 
     def give_back(self, rows: Tensor) -> None:
         """Start the second all-to-all, with rows ordered by rank once more."""
@@ -235,11 +283,58 @@ class _Sent(Dispatch):
 
     def combine(self) -> Tensor:
         """Wait for the second all-to-all; add up experts' pieces, then each token's results."""
-        rows = sum_runs(self.coming.wait(), self.sends, self.way.pieces)
-        return rows_to_tokens(rows, self.routing.weights, self.order)
+        pieces = self.coming.wait()
+        if self.fixed:
+            rows = applied(_SumPieces, pieces, tuple(self.sends), self.way.pieces)
+        else:
+            rows = sum_runs(pieces, self.sends, self.way.pieces)
+        return rows_to_tokens(rows, self.routing.weights, self.order, fixed=self.fixed)
 
 
-def _by_counts(x: Tensor, routing: Routing, way: _Way) -> _Sent:
+class _Repeat(torch.autograd.Function):
+    """`repeat_runs`, whose backward adds the pieces' gradients in the tree."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, runs: tuple[int, ...], times: int) -> Tensor:
+        ctx.runs, ctx.times = runs, times
+        return repeat_runs(rows, runs, times) if times > 1 else rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_in_tree(grad, ctx.runs, ctx.times), None, None
+
+
+class _SumPieces(torch.autograd.Function):
+    """`sum_runs` in the tree."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, runs: tuple[int, ...], times: int) -> Tensor:
+        ctx.runs, ctx.times = runs, times
+        return _sum_in_tree(rows, runs, times)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return repeat_runs(grad, ctx.runs, ctx.times), None, None
+
+
+def _sum_in_tree(rows: Tensor, runs: Sequence[int], times: int) -> Tensor:
+    """Sum repeated runs in the tree of law 2."""
+    if times == 1:
+        return rows.view_as(rows)
+    parts = torch.split(rows, [size * times for size in runs])
+    return torch.cat([fold(torch.unflatten(part, 0, (times, -1))) for part in parts])
+
+
+def _of_rows(numbers: Tensor | None, order: RowOrder) -> Tensor | None:
+    """The number of the token in each row; no row is empty."""
+    if numbers is None:
+        return None
+    return numbers[order.copy_of_row.div(order.row_of_copy.shape[1], rounding_mode="floor")]
+
+
+def _by_counts(x: Tensor, routing: Routing, way: _Way, numbers: Tensor | None) -> _Sent:
     """Send each copy to its expert, after ranks have exchanged how many rows they send."""
     counts = routing.counts.view(way.homes, 1, way.local_experts)
     counts = counts.expand(-1, way.pieces, -1).reshape(way.axis.size, way.local_experts)
@@ -254,7 +349,7 @@ def _by_counts(x: Tensor, routing: Routing, way: _Way) -> _Sent:
     ]
     sends = [sum(run) for run in runs[: way.homes]]
     order = order.first(sum(sends)) if routing.holes else order
-    return _Sent(x, routing, way, order, sends, runs[way.homes :], received.sum(0))
+    return _Sent(x, routing, way, order, sends, runs[way.homes :], received.sum(0), numbers)
 
 
 def _to_capacity(x: Tensor, routing: Routing, way: _Way, capacity: int) -> _Sent:

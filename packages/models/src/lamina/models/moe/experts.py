@@ -17,6 +17,8 @@ from lamina.models.base.configs.elements import Activation, ActivationName, acti
 from lamina.models.base.configs.moe import ExpertsPath
 from lamina.models.base.initialise import draw_seed, fill_stack, normal
 from lamina.models.base.mesh_axes import MeshLike, require_divisible
+from lamina.models.invariance.fixed_sums import FixedSums
+from lamina.models.invariance.products import cut_blocks
 from lamina.models.layers.matmul_products import (
     may_sink,
     under_autocast,
@@ -26,6 +28,7 @@ from lamina.models.layers.matmul_products import (
 from lamina.models.layers.mlp import ActivationFunction
 from lamina.models.moe.dispatcher import ExpertRows
 from lamina.models.moe.expert_axes import ExpertAxes
+from lamina.models.moe.fixed_experts import CopyOrder, fixed_expert_product
 
 Way = Literal["batched", "grouped", "loop"]
 
@@ -179,7 +182,7 @@ class _ContiguousGradient(torch.autograd.Function):
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class GroupedExperts(nn.Module):
+class GroupedExperts(FixedSums, nn.Module):
     """Up projection, activation and down projection of each expert, without biases.
 
     `up` is `[experts, ffn, hidden]`, with SwiGLU `[experts, 2 * ffn, hidden]` with the gate's
@@ -257,6 +260,8 @@ class GroupedExperts(nn.Module):
 
         With `expert_tp` results are partial, and are to be summed over its ranks.
         """
+        if self.tokens is not None and arrived.tokens is not None:
+            return self._in_order(arrived, arrived.tokens)
         rows, up, _ = under_autocast(arrived.rows, self.up)
         _, down, _ = under_autocast(rows, self.down)
         way: Way = "loop"
@@ -271,6 +276,18 @@ class GroupedExperts(nn.Module):
         runs = ExpertRuns(arrived.counts, on_host, way)
         inner = self.activation(expert_product(rows, up, runs))
         return expert_product(inner, down, runs).to(arrived.rows.dtype)
+
+    def _in_order(self, arrived: ExpertRows, tokens: Tensor) -> Tensor:
+        """`forward` in the order of the model: results in float32."""
+        sizes = arrived.on_host or tuple(arrived.counts.tolist())
+        order = CopyOrder(tokens, sizes, self.first, self.axes)
+        ranks = 1 if self.axes.expert_tp is None else self.axes.expert_tp.size
+        inner = sum(self.blocks) // len(self.blocks)
+        hidden = cut_blocks((self.up.shape[2],))
+        up = hidden, cut_blocks(self.blocks, ranks)
+        down = cut_blocks((inner,), ranks), hidden
+        rows = self.activation(fixed_expert_product(arrived.rows, self.up, order, *up))
+        return fixed_expert_product(rows, self.down, order, *down)
 
     def _can_group(self, rows: Tensor) -> bool:
         if self.path == "loop" or rows.shape[0] == 0:

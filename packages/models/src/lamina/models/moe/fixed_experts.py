@@ -87,9 +87,7 @@ class CopyOrder:
         piece = 0 if axes.expert_tp is None else axes.expert_tp.rank
         if axes.replicated:
             piece = 0
-        labels = torch.stack(
-            (tokens, experts + self.first, torch.full_like(tokens, piece)), dim=1
-        )
+        labels = torch.stack((tokens, experts + self.first, torch.full_like(tokens, piece)), dim=1)
         for axis in (axes.tokens_tp, axes.cp):
             if axis is None:
                 continue

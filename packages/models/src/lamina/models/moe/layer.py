@@ -7,11 +7,13 @@ from torch import Tensor, nn
 from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.invariance.token_sums import in_float32, sigmoid
 from lamina.models.layers.linear import Linear
 from lamina.models.layers.mlp import MLP
 from lamina.models.moe.dispatcher import TokenDispatcher
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.experts import GroupedExperts
+from lamina.models.moe.fixed_experts import numbers_of_tokens
 from lamina.models.moe.losses import RoutingContext
 from lamina.models.moe.router import TopKRouter
 
@@ -88,14 +90,20 @@ class MoELayer(nn.Module):
         if shape is None and x.ndim == 3:
             shape = (x.shape[0], x.shape[1])
         routing = self.router(tokens, context, shape)
-        way = self.dispatcher.dispatch(tokens, routing, context.capacities)
+        numbers = None
+        if self.experts.tokens is not None:
+            # Results of ranks are added in float32, and rounded once.
+            tokens = tokens.float()
+            numbers = numbers_of_tokens(self.experts.tokens, self.axes, len(tokens))
+        way = self.dispatcher.dispatch(tokens, routing, context.capacities, numbers)
         inner = None if self.shared is None else self.shared.activation(self.shared.up(x))
         results = self.experts(way.arrive())
         way.give_back(results)
         beside = None if self.shared is None else self.shared.down(inner)
         if self.shared_gate is not None and beside is not None:
-            beside = beside * self.shared_gate(x).sigmoid()
-        output = way.combine().view(x.shape)
+            gate = self.shared_gate(x)
+            beside = beside * (gate.sigmoid() if numbers is None else in_float32(sigmoid, gate))
+        output = way.combine().view(x.shape).to(x.dtype)
         return output if beside is None else output + beside
 
 

@@ -168,13 +168,35 @@ def auxiliary_losses(
     if moe.global_loss and everywhere is not None:
         losses["global"] = moe.global_loss * _balance(everywhere, probabilities, tokens)
     if moe.sequence_loss and scored.sequence is not None:
+        losses["sequence"] = moe.sequence_loss * _by_sequence(scored, probabilities, loads).mean()
+    if moe.z_loss:
+        losses["z"] = moe.z_loss * _squares(scored).sum() / tokens
+    return losses
+
+
+def losses_by_sequence(scored: Scored, moe: MoEConfig, loads: Tensor) -> dict[str, Tensor]:
+    """As `auxiliary_losses`, for each sequence of the microbatch: `[sequences]`.
+
+    A token's gradient depends on its sequence alone (`invariant=True`).
+    """
+    losses = {}
+    probabilities = scored.probabilities
+    if scored.counted is not None:
+        probabilities = probabilities * scored.counted.unsqueeze(-1)
+    if moe.sequence_loss:
         losses["sequence"] = moe.sequence_loss * _by_sequence(scored, probabilities, loads)
     if moe.z_loss:
-        squares = scored.logits.logsumexp(-1).square()
-        if scored.counted is not None:
-            squares = squares * scored.counted
-        losses["z"] = moe.z_loss * squares.sum() / tokens
+        squares = _squares(scored)
+        sums = squares.new_zeros(scored.sequences)
+        sums = sums.index_add(0, scored.sequence, squares)  # type: ignore[arg-type]
+        tokens = (loads.sum(-1) / moe.top_k).clamp(min=1).to(sums.dtype)
+        losses["z"] = moe.z_loss * sums / tokens
     return losses
+
+
+def _squares(scored: Scored) -> Tensor:
+    squares = scored.logits.logsumexp(-1).square()
+    return squares if scored.counted is None else squares * scored.counted
 
 
 def _balance(loads: Tensor, probabilities: Tensor, tokens: Tensor) -> Tensor:
@@ -189,14 +211,15 @@ def _by_sequence(scored: Scored, probabilities: Tensor, loads: Tensor) -> Tensor
     copies = loads.sum(-1, keepdim=True).clamp(min=1).to(sums.dtype)
     share = loads.to(sums.dtype) / copies
     tokens = copies.squeeze(-1) / scored.experts.shape[1]
-    return shape[1] * ((share * sums).sum(-1) / tokens).mean()
+    return shape[1] * ((share * sums).sum(-1) / tokens)
 
 
 def inject(carrier: Tensor, loss: Tensor, scale: AuxiliaryScale) -> Tensor:
     """Return a tensor unchanged, such that backward through it also goes through a loss.
 
-    The loss is a scalar, whose gradient is the scale's value in backward. See Note [Auxiliary
-    losses ride on the routing weights].
+    The loss is a scalar, whose gradient is the scale's value in backward. Or it is the loss of each
+    sequence, whose gradients are the scale's values, or shares of its one value. See Note
+    [Auxiliary losses ride on the routing weights].
     """
     return applied(_Inject, carrier, loss, scale)
 
@@ -210,7 +233,7 @@ class _Inject(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, loss: Tensor, scale: AuxiliaryScale) -> Tensor:
-        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
+        ctx.scale, ctx.dtype, ctx.device, ctx.shape = scale, loss.dtype, loss.device, loss.shape
         return carrier.view_as(carrier)
 
     @staticmethod
@@ -218,6 +241,10 @@ class _Inject(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         value = ctx.scale.value
         if isinstance(value, Tensor):
-            return grad, value.to(ctx.device, ctx.dtype), None
-        # as_tensor would copy from the host, which waits on CUDA.
-        return grad, torch.full((), value, dtype=ctx.dtype, device=ctx.device), None
+            value = value.to(ctx.device, ctx.dtype)
+        else:
+            # as_tensor would copy from the host, which waits on CUDA.
+            value = torch.full((), value, dtype=ctx.dtype, device=ctx.device)
+        if value.ndim < len(ctx.shape):
+            value = (value / ctx.shape[0]).expand(ctx.shape)
+        return grad, value, None

@@ -21,7 +21,12 @@ from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.compat import current_graph_task_id, one_graph_break
+from lamina.models.invariance.fixed_sums import FixedSums
+from lamina.models.invariance.layer_products import InvariantProducts
+from lamina.models.invariance.products import cut_blocks, row_sum
+from lamina.models.invariance.token_sums import sigmoid
 from lamina.models.layers.dropout import dropout_stream
+from lamina.models.layers.linear import fixed_linear
 from lamina.models.layers.matmul_products import without_autocast
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.losses import (
@@ -31,6 +36,7 @@ from lamina.models.moe.losses import (
     auxiliary_losses,
     inject,
     load_by_sequence,
+    losses_by_sequence,
 )
 from lamina.models.moe.routing import Routing, choose_experts, count_copies, within_capacity
 
@@ -52,7 +58,7 @@ class RoutingTotals:
             self.sums[name] = value.detach().double() + (0.0 if before is None else before)
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(FixedSums, nn.Module):
     """Scores tokens for experts in float32 (float64 for float64 models) and takes the best.
 
     `weight` is `[num_experts, hidden]`, whole on every rank. With `moe.bias_rate` there is a
@@ -126,9 +132,12 @@ class TopKRouter(nn.Module):
         moe, padding = self.moe, context.padding
         logits, scores = self.score(x)
         experts = choose_experts(scores, moe, self.expert_bias)
+        if self.layout_invariant:
+            experts = experts.sort(dim=-1).values  # a token's results are added in this order
         weights = scores.gather(1, experts)
         if moe.normalize_weights:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            total = row_sum(weights) if self.layout_invariant else weights.sum(-1, keepdim=True)
+            weights = weights / (total + 1e-20)
         weights = weights * moe.weight_scale
         if padding is not None:
             experts = experts.masked_fill(padding.unsqueeze(-1), moe.num_experts)
@@ -142,7 +151,8 @@ class TopKRouter(nn.Module):
             scored = Scored(logits, probabilities, experts, counted, sequence, count)
             losses = self._losses(scored, context.scale) if moe.has_losses else {}
             if losses and weights.requires_grad:
-                weights = inject(weights, torch.stack([*losses.values()]).sum(), context.scale)
+                total = torch.stack([*losses.values()]).sum(dim=0)
+                weights = inject(weights, total, context.scale)
         routing = self._limit(experts, weights, chosen, padding is not None)
         if self.training and not _running_again():
             self._notice_step(context.warnings_given)
@@ -153,6 +163,13 @@ class TopKRouter(nn.Module):
         """Logits and scores `[tokens, num_experts]` of `[tokens, hidden]`, jittered."""
         wide = torch.promote_types(x.dtype, torch.float32)
         x = x.to(wide)
+        if self.tokens is not None:
+            experts, hidden = (cut_blocks((size,)) for size in self.weight.shape)
+            partial = self.axes.tokens_tp is not None
+            products = InvariantProducts(self.tokens, hidden, experts, partial)
+            logits = fixed_linear(x, self.weight, products)
+            softmax = self.moe.scores == "softmax"
+            return logits, logits.softmax(-1) if softmax else sigmoid(logits)
         if self.training and self.moe.jitter:
             low, high = 1.0 - self.moe.jitter, 1.0 + self.moe.jitter
             split = self.axes.tokens_tp is not None
@@ -214,7 +231,7 @@ class TopKRouter(nn.Module):
 
     def _sequences(self, logits: Tensor, shape: tuple[int, int] | None) -> Tensor | None:
         """The sequence of each token, for `sequence_loss`."""
-        if not self.moe.sequence_loss:
+        if not (self.moe.sequence_loss or (self.layout_invariant and self.moe.has_losses)):
             return None
         if shape is None:
             raise ValueError(
@@ -242,6 +259,8 @@ class TopKRouter(nn.Module):
             again = torch.cat((loads, self._everywhere(loads).unsqueeze(0)))
             if not running_again:
                 scale.keep_loads(id(self), again)
+        if self.layout_invariant:
+            return losses_by_sequence(scored, self.moe, again[:-1])
         return auxiliary_losses(scored, self.moe, again[:-1], again[-1])
 
     def _everywhere(self, loads: Tensor) -> Tensor:
@@ -319,7 +338,8 @@ class TopKRouter(nn.Module):
             "tokens": chosen.sum() / self.moe.top_k,
             "dropped": (chosen - counts).sum(),
         }
-        self.totals.add(chosen, {**sums, **losses})
+        means = {name: loss.mean() for name, loss in losses.items()}
+        self.totals.add(chosen, {**sums, **means})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         # The bias keeps its dtype and its bits: bfloat16 would lose updates of a thousandth.

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lamina.models.base.applied import applied
 from lamina.models.base.configs.moe import Drop, MoEConfig
+from lamina.models.invariance.products import row_sum
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,16 @@ def copies_to_rows(x: Tensor, order: RowOrder) -> Tensor:
     return applied(_CopiesToRows, x, order.copy_of_row, order.row_of_copy, order.holes)
 
 
-def rows_to_tokens(rows: Tensor, weights: Tensor, order: RowOrder) -> Tensor:
+def rows_to_tokens(
+    rows: Tensor, weights: Tensor, order: RowOrder, *, fixed: bool = False
+) -> Tensor:
     """Add up each token's rows `[rows, hidden]`, weighted by `[tokens, top_k]`.
 
-    The result `[tokens, hidden]` has the rows' dtype. Sums are in the weights', best expert first.
+    The result `[tokens, hidden]` has the rows' dtype. Sums are in the weights', in the order of the
+    copies. With `fixed` a weight's gradient does not depend on other tokens (`invariant=True`).
     """
-    return applied(_RowsToTokens, rows, weights, order.copy_of_row, order.row_of_copy, order.holes)
+    indices = order.copy_of_row, order.row_of_copy, order.holes
+    return applied(_RowsToTokens, rows, weights, *indices, fixed)
 
 
 def _take(rows: Tensor, index: Tensor, holes: bool) -> Tensor:
@@ -192,9 +197,10 @@ class _RowsToTokens(torch.autograd.Function):
         copy_of_row: Tensor,
         row_of_copy: Tensor,
         holes: bool,
+        fixed: bool,
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, copy_of_row, row_of_copy)
-        ctx.holes = holes
+        ctx.holes, ctx.fixed = holes, fixed
         total = _take(rows, row_of_copy[:, 0], holes) * weights[:, :1]
         for j in range(1, weights.shape[1]):
             total += _take(rows, row_of_copy[:, j], holes) * weights[:, j : j + 1]
@@ -208,9 +214,10 @@ class _RowsToTokens(torch.autograd.Function):
         of_row = _take(grad, token, ctx.holes)
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[1]:
-            products = (rows.to(weights.dtype) * of_row).sum(-1)
+            products = rows.to(weights.dtype) * of_row
+            products = row_sum(products).squeeze(-1) if ctx.fixed else products.sum(-1)
             grad_weights = _take(products, row_of_copy.flatten(), ctx.holes).view(weights.shape)
         if ctx.needs_input_grad[0]:
             weight = _take(weights.flatten(), copy_of_row, ctx.holes)
             grad_rows = (of_row * weight.unsqueeze(-1)).to(rows.dtype)
-        return grad_rows, grad_weights, None, None, None
+        return grad_rows, grad_weights, None, None, None, None

@@ -230,7 +230,8 @@ class PipelineRunner(nn.Module):
             _pieces(padding_mask, number),
             strict=True,
         ):
-            at, auxiliary = positions if whole else at, (targets != IGNORED).sum() * factor
+            at = positions if whole else at
+            auxiliary = self._drivers[0].stage.count_labels(targets) * factor
             batches.append(Microbatch(inputs, targets, at, ids, factor, auxiliary, padding))
         for each in batches:  # the size of a piece may not fit although that of the batch does
             check(each.tokens, each.labels, each.document_ids)

@@ -106,6 +106,26 @@ class MoEConfig:
         self._check_groups()
         self._check_capacity()
 
+    @property
+    def depends_on_layout(self) -> dict[str, bool]:
+        """Settings that `invariant=True` refuses, and why; and whether they are set."""
+        microbatch = "is about the tokens of a microbatch, which are of the layout"
+        return {
+            f"dispatcher={self.dispatcher!r} (adds results by rank)": (
+                self.dispatcher == "all_gather"
+            ),
+            f"capacity_factor={self.capacity_factor} (copies compete on a rank)": (
+                self.capacity_factor is not None
+            ),
+            f"jitter={self.jitter} (no random numbers by position)": self.jitter > 0.0,
+            f"switch_loss={self.switch_loss} (it {microbatch}; sequence_loss is not)": (
+                self.switch_loss > 0.0
+            ),
+            f"global_loss={self.global_loss} (it {microbatch}; sequence_loss is not)": (
+                self.global_loss > 0.0
+            ),
+        }
+
     def _check_sizes(self) -> None:
         counts = ("num_experts", "top_k", "every", "num_groups", "groups_kept", "group_best")
         require_at_least(1, self, *counts)

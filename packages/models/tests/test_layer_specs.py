@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lamina.mesh import ParallelLayout, init_distributed
 from lamina.models import (
     Activation,
+    AttentionScores,
     ColumnParallelLinear,
     GPTModel,
     LayerPart,
@@ -27,6 +28,7 @@ from lamina.models import (
     matrix_parameters,
     training_flops_per_token,
 )
+from lamina.models.attention import GatedAttention
 from lamina.models.parallel_types import check_types
 from lamina_testing import device_type
 
@@ -39,6 +41,7 @@ LOCAL, WIDE, STILL = (
     LayerSpec(positions="none", qk_norm=True),
 )
 MIXED = replace(LLAMA, num_layers=4, layers=(LOCAL, WIDE, STILL, LOCAL))
+SCORES = AttentionScores(softcap=2.0, sinks=True, linear_bias=True)
 PARTS = {
     "mixed": MIXED,
     "whole_norm": replace(LLAMA, qk_norm="whole", pre_norm=False, post_norm=True),
@@ -46,6 +49,9 @@ PARTS = {
     "two_norms": replace(LLAMA, parallel_mlp="two_norms", norm="layernorm_unbiased"),
     "scales": replace(LLAMA, embedding_scale=3.0, residual_scale=0.5, logit_scale=0.2,
                       norm="rmsnorm_zero", qk_norm=True, activation="geglu_tanh"),
+    "scores": replace(LLAMA, scores=SCORES, logit_softcap=1.5, head_bias=True, post_norm="mlp"),
+    "gates": replace(LLAMA, attention=GatedAttention(), qk_norm="after_rope", norm="rmsnorm_plain",
+                     embedding_norm=True),
 }  # fmt: skip
 
 
@@ -104,9 +110,21 @@ def test_training_equals_one_process_over_cp(way):
     test_context_parallel.train_alike(config, layout)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["all_gather", "ulysses"])
+def test_scores_and_gates_train_over_cp(way):
+    gated = {"scores": SCORES, "attention": GatedAttention(each="head")}
+    config = replace(LLAMA, vocab_size=62, context_parallel=way, **gated)
+    test_context_parallel.train_alike(config, ParallelLayout(cp=2), documents=True)
+    mesh = ParallelLayout(cp=2).build(device_type())
+    with pytest.raises(ValueError, match="'ring' merges scores as they are"):
+        GPTModel(replace(config, context_parallel="ring"), mesh)
+
+
 @pytest.mark.parametrize("name", list(PARTS))
 def test_the_parts_fit_on_a_mesh(name):
-    config = replace(PARTS[name], sequence_parallel=True)
+    way = "ring" if PARTS[name].scores is None else "ulysses"
+    config = replace(PARTS[name], sequence_parallel=True, context_parallel=way)
     with init_distributed("fake", world_size=8):
         mesh = ParallelLayout(tp=2, cp=2).build(device_type())
         tokens = torch.randint(0, 61, (2, 16))
@@ -117,7 +135,8 @@ def test_the_parts_fit_on_a_mesh(name):
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_layers_that_differ_are_recomputed(policy):
-    models = [GPTModel(MIXED, seed=1), apply_recompute(GPTModel(MIXED, seed=1), policy)]
+    config = replace(MIXED, scores=SCORES, attention=GatedAttention())
+    models = [GPTModel(config, seed=1), apply_recompute(GPTModel(config, seed=1), policy)]
     for model in models:
         model(tokens_of(), tokens_of()).backward()
     for expected, found in zip(*(model.parameters() for model in models), strict=True):

@@ -13,7 +13,7 @@ from lamina.models.base.config import (
     LayerSpec,
     TransformerConfig,
 )
-from lamina.models.base.configs.elements import Activation, NormPart
+from lamina.models.base.configs.elements import Activation, AttentionScores, NormPart
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.configs.product_precision import Precision
@@ -71,6 +71,7 @@ __all__ = [
     "Activation",
     "AttentionBlock",
     "AttentionContext",
+    "AttentionScores",
     "AttentionVariant",
     "ColumnParallelLinear",
     "Dropout",

@@ -393,9 +393,11 @@ def _multiply(
 
 
 def _linear_cross_entropy(
-    result: Tensor, *, hidden: Tensor, weight: Tensor, labels: Tensor, axis: Any
+    result: Tensor, *, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, axis: Any
 ) -> None:
     rules.ignore(labels)
+    if bias is not None:
+        rules.ignore(bias)  # of the rows that the rank has of the weight
     if axis is None:
         _like(result, hidden, weight)
         return

@@ -8,6 +8,7 @@ from lamina.models.attention.attention import (
     output_projection,
 )
 from lamina.models.attention.context import AttentionContext
+from lamina.models.attention.gated_attention import GatedAttention
 from lamina.models.attention.kernels import (
     AttentionPattern,
     choose_pattern,
@@ -26,6 +27,7 @@ __all__ = [
     "AttentionCore",
     "AttentionPattern",
     "AttentionVariant",
+    "GatedAttention",
     "HeadWidths",
     "LatentAttention",
     "LatentSelfAttention",

@@ -5,16 +5,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from lamina.mesh import mark
 from lamina.models.attention.context import AttentionContext
+from lamina.models.attention.kernels import PerHeadPattern
 from lamina.models.attention.rotary import apply_rotary
 from lamina.models.base.config import AttentionVariant, TransformerConfig
+from lamina.models.base.configs.elements import NormPart
+from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, context_ranks, require_divisible
 from lamina.models.base.weight_link import WeightLink, linked
 from lamina.models.layers.dropout import dropout_stream
 from lamina.models.layers.linear import RowParallelLinear, from_residual, into_residual
-from lamina.models.layers.norms import CutRMSNorm, norm_of
+from lamina.models.layers.norms import NORMS, CutRMSNorm, norm_of
 
 
 class AttentionCore(nn.Module):
@@ -40,6 +45,7 @@ class AttentionCore(nn.Module):
         value: Tensor,
         context: AttentionContext,
         rotary: tuple[Tensor, Tensor] | None = None,
+        per_head: Tensor | None = None,
     ) -> Tensor:
         """`[batch, sequence, heads, width]` to `[batch, sequence, heads, value_width]`.
 
@@ -49,8 +55,11 @@ class AttentionCore(nn.Module):
         if rotary is not None:
             query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
         rate = self.rate if self.training else 0.0
+        pattern = context.pattern
+        if per_head is not None:
+            pattern = cast(PerHeadPattern, pattern).with_heads(per_head)
         with dropout_stream(rate, self.sharded):
-            return context.pattern(query, key, value, scale=self.scale, dropout=rate)
+            return pattern(query, key, value, scale=self.scale, dropout=rate)
 
 
 class Attention(nn.Module, ABC):
@@ -159,29 +168,61 @@ class SelfAttention(Attention):
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
         self.whole_norm = config.qk_norm == "whole"
+        self.norm_last = config.qk_norm == "after_rope"
+        self.init_std = config.init_std
+        self.init_seed: int | None = None
+        self.sinks: nn.Parameter | None = None
+        if config.scores is not None and config.scores.sinks:
+            self.sinks = nn.Parameter(torch.empty(queries))
+            self.reset_parameters()
         if self.whole_norm:
             self.query_norm = CutRMSNorm(config.num_heads * width, config.norm_eps, axis)
             self.key_norm = CutRMSNorm(config.kv_heads * width, config.norm_eps, axis)
         elif config.qk_norm:
-            norm = norm_of(
-                replace(config, norm="rmsnorm") if config.norm == "layernorm" else config
-            )
+            norm = _head_norm(config)
             self.query_norm = norm.make(width, config.norm_eps, partial=sharded)
             self.key_norm = norm.make(width, config.norm_eps, partial=sharded)
         self.core = AttentionCore(config, sharded=sharded)
         self.output = output_projection(config, axis)
 
+    def reset_parameters(self) -> None:
+        """Draw the heads' sinks, and mark their role; projections draw their own weights."""
+        if self.sinks is not None:
+            mark(self.sinks, tp_shard_dim=None if self.axis is None else 0)
+            fill(self.sinks, normal(self.init_std), self.init_seed, self.axis)
+
     def mix(self, x: Tensor, context: AttentionContext) -> Tensor:
         """See `Attention.mix`."""
         heads = self.qkv(x).view(*context.shape, -1, self.head_width)
         query, key, value = heads.split(self.head_counts, dim=-2)
+        rotary = context.rotary
+        if self.norm_last and rotary is not None:
+            query, key, rotary = apply_rotary(query, *rotary), apply_rotary(key, *rotary), None
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self._normed(self.query_norm, query), self._normed(self.key_norm, key)
-        return cast(Tensor, self.core(query, key, value, context, context.rotary))
+        return cast(Tensor, self.core(query, key, value, context, rotary, self._per_head(query)))
+
+    def _per_head(self, like: Tensor) -> Tensor | None:
+        """What `AttentionScores` has of each of this rank's heads: its slope, and its sink."""
+        if self.config.scores is None:
+            return None
+        slopes = self.config.scores.slopes(self.config.num_heads, like.device)
+        slopes = slopes.to(torch.promote_types(like.dtype, torch.float32))
+        if self.axis is not None:
+            slopes = slopes.chunk(self.axis.size)[self.axis.rank]
+        columns = [slopes] if self.sinks is None else [slopes, self.sinks.to(slopes.dtype)]
+        return torch.stack(columns, dim=1)
 
     def _normed(self, norm: nn.Module, heads: Tensor) -> Tensor:
         normed: Tensor = norm(heads.flatten(-2) if self.whole_norm else heads)
         return normed.view(heads.shape)
+
+
+def _head_norm(config: TransformerConfig) -> NormPart:
+    """The norm of each head of queries and keys."""
+    if config.qk_norm == "layernorm":
+        return NORMS["layernorm"]
+    return norm_of(replace(config, norm="rmsnorm") if config.norm == "layernorm" else config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +232,8 @@ class MultiHeadAttention(AttentionVariant):
     This is what `TransformerConfig(attention=None)` means. A variant that differs from it in the
     module alone can inherit the rest from here.
     """
+
+    takes_scores = True
 
     def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
         """See `AttentionVariant.make`."""
@@ -215,9 +258,12 @@ class MultiHeadAttention(AttentionVariant):
         names = [f"{theirs}.{part}_proj" for part in "qkv"]
         yield from linked(f"{ours}.qkv", *names, bias=config.attention_bias, rows=rows)
         yield from linked(f"{ours}.output", f"{theirs}.o_proj", bias=config.output_bias)
-        if config.qk_norm:
-            yield from linked(f"{ours}.query_norm", f"{theirs}.q_norm")
-            yield from linked(f"{ours}.key_norm", f"{theirs}.k_norm")
+        of_norm = ("weight",) if config.qk_norm == "whole" else _head_norm(config).names
+        for name in of_norm if config.qk_norm else ():
+            yield WeightLink(f"{ours}.query_norm.{name}", (f"{theirs}.q_norm.{name}",))
+            yield WeightLink(f"{ours}.key_norm.{name}", (f"{theirs}.k_norm.{name}",))
+        if config.scores is not None and config.scores.sinks:
+            yield WeightLink(f"{ours}.sinks", (f"{theirs}.sinks",))
 
 
 def variant_of(config: TransformerConfig) -> AttentionVariant:

@@ -31,6 +31,7 @@ def same_for_all(positions: Tensor) -> Tensor:
 def _attends_alike(a: TransformerConfig, b: TransformerConfig) -> bool:
     """Whether layers of two configs take the same pattern and the same tables."""
     names = ["sliding_window", "attention_path", "head_widths", "score_scale", "attention_dropout"]
+    names += ["scores"]
     if a.positions == b.positions == "rope":
         names += ["rope_theta", "rope_scaling"]
     alike = (a.positions == "rope") == (b.positions == "rope")

@@ -4,8 +4,9 @@ These are `ring` (Liu et al., 2023), `all_gather` (Llama 3, 2024), and `ulysses`
 2023).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,12 +15,12 @@ from lamina.collectives import all_to_all_tokens, gather_from
 from lamina.mesh.engine import MeshAxis
 from lamina.models.attention.kernels import (
     AttentionPattern,
-    Masked,
+    PerHeadPattern,
     allowed_pairs,
     check_path,
     choose_pattern,
     document_runs,
-    flex_over,
+    over_positions,
     refuse_dropout,
     repeat_heads,
 )
@@ -83,6 +84,10 @@ class GatheredKeys:
     axis: MeshAxis
     inner: AttentionPattern
 
+    def with_heads(self, per_head: Tensor) -> AttentionPattern:
+        """See `PerHeadPattern`."""
+        return replace(self, inner=cast(PerHeadPattern, self.inner).with_heads(per_head))
+
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
@@ -100,6 +105,11 @@ class Ulysses:
 
     axis: MeshAxis
     inner: AttentionPattern
+
+    def with_heads(self, per_head: Tensor) -> AttentionPattern:
+        """See `PerHeadPattern`; each rank takes the numbers of the heads that it is sent."""
+        mine = per_head.chunk(self.axis.size)[self.axis.rank]
+        return replace(self, inner=cast(PerHeadPattern, self.inner).with_heads(mine))
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
@@ -156,6 +166,11 @@ def check_context_parallel(config: TransformerConfig, cp: MeshAxis, tp_size: int
         )
     if way == "ring":
         _refuse_ring_dropout(config.attention_dropout)
+    if way == "ring" and config.scores is not None:
+        raise ValueError(
+            f"context_parallel 'ring' merges scores as they are, and scores is {config.scores}: "
+            "set context_parallel to 'all_gather' or 'ulysses'"
+        )
     if way != "ulysses":
         return
     local, local_kv = heads // tp_size, kv_heads // tp_size
@@ -227,14 +242,15 @@ def parallel_pattern(
     # A kernel that stores no scores has to return the logs that merging needs.
     half = dtype in (torch.float16, torch.bfloat16)
     merges = device.type == "cpu" or (half and max(config.head_width, config.value_width) <= 256)
-    if runs is None and window is None and not dropout and merges:
+    plain = runs is None and window is None and config.scores is None
+    if plain and not dropout and merges:
         return GatheredKeys(axis, InPieces(causal_pieces(axis, sequence, config.score_scale)))
     mine = positions_of(axis.rank, axis.size, sequence, device)
     keys = torch.arange(sequence, device=device)
-    if tokens.is_cuda and not dropout:
-        return GatheredKeys(axis, flex_over(mine, keys, window, runs))
     my_runs = None if runs is None else cut_sequence(runs, axis)
-    return GatheredKeys(axis, Masked(allowed_pairs(mine, keys, window, my_runs, runs)))
+    flex = tokens.is_cuda and not dropout
+    pattern = over_positions(config.scores, mine, keys, window, runs, my_runs, flex=flex)
+    return GatheredKeys(axis, pattern)
 
 
 def causal_pieces(axis: MeshAxis, sequence: int, scale: float) -> tuple[Piece, ...]:

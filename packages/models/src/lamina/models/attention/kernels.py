@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lamina.models.base.config import TransformerConfig
+from lamina.models.base.configs.elements import AttentionScores
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -30,6 +31,13 @@ class AttentionPattern(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
         """Mix values by softmax(scale * query . key)."""
+
+
+class PerHeadPattern(AttentionPattern, Protocol):
+    """A pattern that reads numbers of each head."""
+
+    def with_heads(self, per_head: Tensor) -> AttentionPattern:
+        """The pattern with these numbers, `[heads, columns]`: slopes, and sinks if there are."""
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -87,6 +95,50 @@ class Masked:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """Attention whose scores `rule` changes. All of them are stored.
+
+    The mask is that of `Masked`; `distance`, int64 `[queries, keys]`, is that of
+    `AttentionScores.change`.
+    """
+
+    rule: AttentionScores
+    mask: Tensor
+    distance: Tensor
+    per_head: Tensor | None = None
+
+    def with_heads(self, per_head: Tensor) -> Scored:
+        """See `PerHeadPattern`."""
+        return replace(self, per_head=per_head)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
+    ) -> Tensor:
+        """See `AttentionPattern`."""
+        columns = _columns_of(self.per_head)
+        key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        scores = q.to(columns.dtype) @ k.to(columns.dtype).transpose(-1, -2) * scale
+        slopes = columns[:, 0, None, None]
+        scores = self.rule.change(scores, self.distance, slopes).masked_fill(~self.mask, -torch.inf)
+        if self.rule.sinks:
+            sinks = columns[:, 1, None, None].expand(*scores.shape[:-1], 1)
+            weights = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+        else:
+            weights = scores.softmax(dim=-1)
+        return (F.dropout(weights, dropout).to(v.dtype) @ v).transpose(1, 2)
+
+
+def _columns_of(per_head: Tensor | None) -> Tensor:
+    if per_head is None:
+        raise ValueError(
+            "a pattern with AttentionScores was called without the heads' slopes and sinks: call "
+            "context.pattern.with_heads(per_head), as SelfAttention does"
+        )
+    return per_head
+
+
+@dataclass(frozen=True)
 class Varlen:
     """Concatenated documents, by torch's variable-length flash kernel (CUDA, fp16 and bf16).
 
@@ -126,10 +178,18 @@ class Varlen:
 class Flex:
     """Attention by torch's `flex_attention` (trains on CUDA only).
 
-    Blocks of the mask without an allowed pair are skipped.
+    Blocks of the mask without an allowed pair are skipped. `rule` changes the scores of queries and
+    keys at the positions `at`.
     """
 
     mask: BlockMask
+    rule: AttentionScores | None = None
+    at: tuple[Tensor, Tensor] | None = None
+    per_head: Tensor | None = None
+
+    def with_heads(self, per_head: Tensor) -> Flex:
+        """See `PerHeadPattern`."""
+        return replace(self, per_head=per_head)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
@@ -137,10 +197,24 @@ class Flex:
         """See `AttentionPattern`."""
         refuse_dropout("Flex", dropout)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        mixed: Tensor = _flex("flex_attention", query.is_cuda, dynamic=False)(
-            q, k, v, block_mask=self.mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
-        )
-        return mixed.transpose(1, 2)
+        options: dict[str, Any] = {"block_mask": self.mask, "scale": scale}
+        options["enable_gqa"] = k.shape[1] != q.shape[1]
+        attend = _flex("flex_attention", query.is_cuda, dynamic=False)
+        if self.rule is None or self.at is None:
+            return cast(Tensor, attend(q, k, v, **options).transpose(1, 2))
+        rule, columns, (queries, keys) = self.rule, _columns_of(self.per_head), self.at
+        slopes = columns[:, 0].detach()
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return rule.change(score, keys[j] - queries[i], slopes[h])
+
+        # A sink takes its share of the sum of exponentials, whose log the kernel returns.
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+        options |= {"score_mod": score_mod, "return_aux": flex.AuxRequest(lse=True)}
+        mixed, more = attend(q, k, v, **options)
+        if rule.sinks:
+            mixed = mixed * (more.lse - columns[:, 1, None]).sigmoid()[..., None].to(mixed.dtype)
+        return cast(Tensor, mixed.transpose(1, 2))
 
 
 @functools.cache
@@ -239,18 +313,39 @@ def choose_pattern(
     path: str = config.attention_path
     if path == "auto":
         path = _best_path(config, device, dtype, dropout)
-        if window is None and document_ids is None:
+        if window is None and document_ids is None and config.scores is None:
             return Causal()
-    if path == "sdpa" and window is None and document_ids is None:
+    if config.scores is None and path == "sdpa" and window is None and document_ids is None:
         return Causal()
     check_path(config, device, dtype, dropout)
     runs = None if document_ids is None else document_runs(document_ids)
     if path == "varlen":
         return _varlen(tokens, runs, window)
     index = torch.arange(sequence, device=device)
-    if path == "flex":
-        return flex_over(index, index, window, runs)
-    return Masked(allowed_pairs(index, index, window, runs, runs))
+    return over_positions(config.scores, index, index, window, runs, runs, flex=path == "flex")
+
+
+def over_positions(
+    rule: AttentionScores | None,
+    queries: Tensor,
+    keys: Tensor,
+    window: int | None,
+    runs: Tensor | None = None,
+    query_runs: Tensor | None = None,
+    *,
+    flex: bool,
+) -> AttentionPattern:
+    """Make the pattern of queries and keys at some positions; see `allowed_pairs`.
+
+    `runs` are those of the whole sequence, and of the keys.
+    """
+    if flex:
+        pattern = flex_over(queries, keys, window, runs)
+        return pattern if rule is None else replace(pattern, rule=rule, at=(queries, keys))
+    mask = allowed_pairs(queries, keys, window, query_runs, runs)
+    if rule is None:
+        return Masked(mask)
+    return Scored(rule, mask, keys[None, :] - queries[:, None])
 
 
 def _best_path(
@@ -258,6 +353,8 @@ def _best_path(
 ) -> str:
     if device.type != "cuda" or dropout:
         return "sdpa"
+    if config.scores is not None:
+        return "flex"
     return "varlen" if _what_varlen_lacks(config, device, dtype) is None else "flex"
 
 
@@ -288,6 +385,8 @@ def check_path(
         return
     if dropout:
         lacks = f"no attention_dropout (here {dropout})"
+    elif path == "varlen" and config.scores is not None:
+        lacks = f"no scores (here {config.scores})"
     elif path == "varlen":
         lacks = _what_varlen_lacks(config, device, dtype)
     elif device.type != "cuda" and torch.is_grad_enabled():

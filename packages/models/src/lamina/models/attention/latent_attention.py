@@ -39,6 +39,8 @@ class LatentAttention(AttentionVariant):
         qk_nope_head_dim: elements of a query or key head that carry no position.
         qk_rope_head_dim: elements of a query or key head turned by RoPE; keys share them.
         v_head_dim: elements of a value head.
+        interleaved: whether RoPE turns neighbouring elements in Hugging Face's model; False turns
+            elements half a head apart, as Lamina does. Exports read it.
         norm_eps: added to the variance under the root where latents are normalised. DeepSeek's
             code has 1e-6 there, whatever the model's own `norm_eps`.
     """
@@ -51,6 +53,7 @@ class LatentAttention(AttentionVariant):
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
+    interleaved: bool = True
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -107,7 +110,7 @@ class LatentAttention(AttentionVariant):
         """See `AttentionVariant.huggingface_fields`."""
         return {
             **{name: getattr(self, name) for name in ("q_lora_rank", *_SIZES)},
-            "rope_interleave": True,
+            "rope_interleave": self.interleaved,
             "head_dim": self.qk_rope_head_dim,
             # All layers are dense, unless the fields of experts say otherwise.
             "first_k_dense_replace": config.num_layers,
@@ -117,10 +120,10 @@ class LatentAttention(AttentionVariant):
     @classmethod
     def read_huggingface(cls, source: Mapping[str, Any]) -> dict[str, Any]:
         """See `AttentionVariant.read_huggingface`."""
-        if not source.get("rope_interleave", True):
-            raise ValueError("rope_interleave is False: only DeepSeek's own order is known")
-        sizes = {name: source[name] for name in _SIZES}
-        return {"mla": cls(q_lora_rank=source.get("q_lora_rank"), **sizes)}
+        sizes: dict[str, Any] = {"q_lora_rank": source.get("q_lora_rank")} | {
+            n: source[n] for n in _SIZES
+        }
+        return {"mla": cls(interleaved=source.get("rope_interleave", True), **sizes)}
 
     def huggingface_links(
         self, config: TransformerConfig, ours: str, theirs: str
@@ -129,8 +132,8 @@ class LatentAttention(AttentionVariant):
         bias = config.attention_bias
         # DeepSeek turns pairs of neighbouring elements, and Lamina pairs of elements that are half
         # a head apart. So the rows that make these elements are permuted; scores are the same.
-        turned = [2 * i for i in range(self.qk_rope_head_dim // 2)]
-        turned += [i + 1 for i in turned]
+        turned = [*range(0, self.qk_rope_head_dim, 2), *range(1, self.qk_rope_head_dim, 2)]
+        turned = turned if self.interleaved else sorted(turned)
         head = list(range(self.qk_nope_head_dim)) + [self.qk_nope_head_dim + i for i in turned]
         query = [h * len(head) + i for h in range(config.num_heads) for i in head]
         shared = list(range(self.kv_lora_rank)) + [self.kv_lora_rank + i for i in turned]

@@ -18,6 +18,7 @@ from torch import nn
 from lamina.models.base.configs.elements import (
     Activation,
     ActivationName,
+    AttentionScores,
     NormName,
     NormPart,
     activation_of,
@@ -119,11 +120,13 @@ class AttentionVariant(LayerPart):
             attention; None if there are none.
         yarn_scales_scores: whether Hugging Face's model folds YaRN's magnitude into the scale of
             the scores, as DeepSeek's does.
+        takes_scores: whether the module applies `TransformerConfig.scores`.
     """
 
     context_parallel: ClassVar[tuple[ContextParallel, ...]] = get_args(ContextParallel)
     huggingface_type: ClassVar[str | None] = None
     yarn_scales_scores: ClassVar[bool] = False
+    takes_scores: ClassVar[bool] = False
 
     def products_per_pair(self, config: TransformerConfig) -> int:
         """Count the multiplications for one pair of a query and a key that it attends to."""
@@ -240,9 +243,9 @@ class TransformerConfig:
         activation: `gelu` (exact), `gelu_tanh` (GPT-2's), `relu`, `relu2` (squared, So et al.,
             2021), `silu`; with a gate `swiglu`, `geglu` or `geglu_tanh` (Shazeer, 2020); or an
             `Activation` of your own.
-        norm: `rmsnorm` or `layernorm`; `layernorm_unbiased` has no bias and `layernorm_plain` no
-            parameters; in `rmsnorm_zero` and `layernorm_zero` the factor is 1 + weight; or a
-            `NormPart` of your own.
+        norm: `rmsnorm` or `layernorm`; `layernorm_unbiased` has no bias, and `rmsnorm_plain` and
+            `layernorm_plain` no parameters; in `rmsnorm_zero` and `layernorm_zero` the factor is
+            1 + weight; or a `NormPart` of your own.
         norm_eps: added to the variance under the root.
         positions: `rope` (Su et al., 2021), `learned` or `none`.
         rope_theta: base of RoPE's wavelengths.
@@ -252,18 +255,26 @@ class TransformerConfig:
         mla: the same as `attention`, by the name that multi-head latent attention has.
         mlp: another kind of MLP.
         qk_norm: the config's norm (RMSNorm for `layernorm`) over each head of queries and keys
-            before RoPE; `whole` normalises all heads of a token together.
+            before RoPE; `after_rope` does it after RoPE, `layernorm` is a LayerNorm in any model,
+            and `whole` normalises all heads of a token together.
+        scores: what becomes of attention's scores before the softmax; None leaves them.
         attention_bias: biases in the query, key and value projection.
         attention_output_bias: bias in attention's output projection; as `attention_bias` if None.
         mlp_bias: biases in the MLP.
         pre_norm: normalise the inputs of attention and MLP.
-        post_norm: also normalise the results of attention and MLP before they are added.
+        post_norm: also normalise the results of attention and MLP before they are added; `mlp`
+            those of the MLP alone.
+        embedding_norm: normalise the embeddings.
         parallel_mlp: attention and MLP both read the input of the block, and are added to it
             together. With `one_norm` they read the same normalised input; with `two_norms` each has
             its own norm. None is one after the other.
         embedding_scale: multiplies the embeddings of tokens.
         residual_scale: multiplies what a layer adds to the residual stream.
         logit_scale: multiplies the logits.
+        logit_softcap: a logit l becomes `logit_softcap * tanh(l / logit_softcap)`; None leaves it.
+        head_bias: a bias in the output head.
+        position_offset: the row of the learned position 0 in their table, which has that many rows
+            more (OPT: 2).
         tie_embeddings: the output head uses the embedding's weight.
         dropout: dropout of embeddings and of the results of attention and MLP.
         attention_dropout: dropout of attention probabilities.
@@ -335,16 +346,21 @@ class TransformerConfig:
     attention: AttentionVariant | None = None
     mla: AttentionVariant | None = None
     mlp: LayerPart | None = None
-    qk_norm: bool | Literal["whole"] = False
+    qk_norm: bool | Literal["whole", "after_rope", "layernorm"] = False
+    scores: AttentionScores | None = None
     attention_bias: bool = False
     attention_output_bias: bool | None = None
     mlp_bias: bool = False
     pre_norm: bool = True
-    post_norm: bool = False
+    post_norm: bool | Literal["mlp"] = False
+    embedding_norm: bool = False
     parallel_mlp: ParallelMLP | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    head_bias: bool = False
+    position_offset: int = 0
     tie_embeddings: bool = False
     dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -377,6 +393,12 @@ class TransformerConfig:
             self.check_own_heads()
         else:
             self.attention_variant.check(self)
+        given = self.attention_variant
+        if self.scores is not None and given is not None and not given.takes_scores:
+            raise ValueError(
+                f"scores is {self.scores} beside {type(given).__name__}, which leaves scores as "
+                "they are: leave one out"
+            )
         if self.mlp is not None:
             self.mlp.check(self)
         self.precision.check_blocks(self.num_layers)
@@ -449,6 +471,8 @@ class TransformerConfig:
             f"attention_path={self.attention_path!r} (a kernel of another order)": (
                 self.attention_path != "auto"
             ),
+            f"scores={self.scores} (kernels of another order)": self.scores is not None,
+            f"head_bias={self.head_bias} (a sum over tokens in no fixed order)": self.head_bias,
             "tie_embeddings=True (a weight with two gradients, added for each microbatch)": (
                 self.tie_embeddings
             ),
@@ -475,8 +499,13 @@ class TransformerConfig:
         self.gated  # noqa: B018 (an unknown activation)
         if not isinstance(self.norm, NormPart):
             require_one_of("norm", self.norm, get_args(NormName))
-        if self.qk_norm not in (False, True, "whole"):
-            raise ValueError(f"qk_norm is {self.qk_norm!r}: it must be False, True or 'whole'")
+        for name, words in _SWITCHES.items():
+            require_one_of(name, getattr(self, name), words)
+        if self.logit_softcap is not None:
+            require_positive(self, "logit_softcap")
+        if self.positions != "learned":
+            refuse_unread(self, ["position_offset"], f"positions={self.positions!r} has no table")
+        require_at_least(0, self, "position_offset")
         if self.parallel_mlp is not None:
             require_one_of("parallel_mlp", self.parallel_mlp, get_args(ParallelMLP))
             if self.post_norm or not self.pre_norm:
@@ -629,8 +658,13 @@ class TransformerConfig:
         return self.init_std / math.sqrt(self.additions)
 
 
+_SWITCHES: dict[str, tuple[bool | str, ...]] = {
+    "qk_norm": (False, True, "whole", "after_rope", "layernorm"),
+    "post_norm": (False, True, "mlp"),
+}
 _SHARED_BY_LAYERS = {
     *("vocab_size", "hidden_size", "num_layers", "max_sequence_length", "tie_embeddings"),
+    *("embedding_norm", "logit_softcap", "head_bias", "position_offset"),
     *("embedding_scale", "logit_scale", "layer_pattern", "layer_kinds", "layers", "loss_chunk"),
     *("vocab_multiple", "sequence_parallel", "tp_reduction", "context_parallel", "precision"),
     *("invariant", "residual_additions", "huggingface_type"),

@@ -98,11 +98,12 @@ class GPTModel(KeepsRoles):
         self.position_embedding = None
         if config.positions == "learned":
             self.position_embedding = PositionEmbedding(
-                config.max_sequence_length,
+                config.max_sequence_length + config.position_offset,
                 config.hidden_size,
                 partial=partial,
                 init_std=config.init_std,
             )
+        self.embedding_norm = make_norm(config, partial=partial) if config.embedding_norm else None
         rate = config.dropout if config.embedding_dropout is None else config.embedding_dropout
         self.dropout = Dropout(rate, self.axis, sharded=partial)
         if config.moe is not None and axis is not None and self.expert_axes.tp is None:
@@ -253,7 +254,9 @@ class GPTModel(KeepsRoles):
         if self.position_embedding is not None:
             if self.axis is not None and self.sequence_parallel:
                 positions = scatter_to(positions.expand_as(tokens).flatten(), self.axis.group)
-            x = x + self.position_embedding(positions)
+            x = x + self.position_embedding(positions + self.config.position_offset)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         return cast(Tensor, self.dropout(x))
 
     def check_inputs(

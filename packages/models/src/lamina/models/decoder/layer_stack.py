@@ -57,14 +57,14 @@ class TransformerBlock(nn.Module):
 
         self.attention_norm = norm(config.pre_norm)
         self.attention = variant_of(config).make(config, mesh)
-        self.attention_post_norm = norm(config.post_norm)
+        self.attention_post_norm = norm(config.post_norm is True)
         self.mlp_norm = norm(config.pre_norm and config.parallel_mlp != "one_norm")
         self.mlp: nn.Module
         if config.has_experts(layer):
             self.mlp = MoELayer(config, mesh if experts is None else experts)
         else:
             self.mlp = feed_forward_of(config).make(config, axis)
-        self.mlp_post_norm = norm(config.post_norm)
+        self.mlp_post_norm = norm(bool(config.post_norm))
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""

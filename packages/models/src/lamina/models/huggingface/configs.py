@@ -160,7 +160,12 @@ def _read(
         if other.latent:
             config = with_scale(config, LatentAttention, rope_of(fields))
         derived = _derived(config, source)
-        for name in (*other.layers, *(() if other.latent else ("num_key_value_heads",))):
+        for name in (
+            *other.layers,
+            *other.values,
+            *other.equal,
+            *(() if other.latent else ("num_key_value_heads",)),
+        ):
             derived.pop(name, None)
         fields.refuse_unread(derived, ("model_type", *other.ignored))
         return config

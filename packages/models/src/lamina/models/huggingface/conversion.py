@@ -17,7 +17,7 @@ from lamina.models.huggingface.config_fields import AS_IT_IS, shortened
 from lamina.models.huggingface.configs import config_from_huggingface
 from lamina.models.huggingface.model_types import ModelType
 from lamina.models.huggingface.sources import SourceTensors, open_source
-from lamina.models.huggingface.weight_maps import WeightLink, weight_map
+from lamina.models.huggingface.weight_maps import WeightLink, head_names, weight_map
 from lamina.models.moe.expert_axes import ExpertAxes
 
 
@@ -140,7 +140,8 @@ def from_huggingface(
                     f"{link.ours}, which is {list(tensor.shape)} by config.json{AS_IT_IS}"
                 )
             tensor.copy_(piece)
-    tensors.refuse_unread(tied_to=table if config.tie_embeddings else None)
+    tied_to = table if config.tie_embeddings else None
+    tensors.refuse_unread(tied_to, head_names(config, types))
     return model
 
 

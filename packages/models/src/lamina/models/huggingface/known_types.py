@@ -8,7 +8,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from lamina.models.attention.gated_attention import GatedAttention
 from lamina.models.base.config import TransformerConfig
+from lamina.models.base.configs.elements import AttentionScores
 from lamina.models.huggingface.model_types import REQUIRED, Field, ModelType
 
 
@@ -23,7 +25,11 @@ def _same(value: Any) -> Any:
     return value
 
 
-CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+def _softcap(value: float) -> AttentionScores:
+    return AttentionScores(softcap=value)
+
+
+CONVERSIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "float": (float, _same),
     "length": (len, _same),
     "or_null": (lambda value: value or None, _same),
@@ -32,6 +38,24 @@ CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "inverse_root": (lambda x: x**-0.5, lambda x: round(x**-2)),
     "first_layers": (_first_layers, lambda number: list(range(number))),
     "from_least": (lambda least: (least, math.inf), lambda limit: limit[0]),
+    "softcap": (_softcap, lambda scores: None if scores is None else scores.softcap),
+    "part_of_head": (
+        lambda turned, width, heads: turned * heads / width,
+        lambda fraction, width, heads: round(fraction * width / heads),
+    ),
+    "over_root": (
+        lambda depth, layers: depth / math.sqrt(layers),
+        lambda scale, layers: round(scale * math.sqrt(layers), 12),
+    ),
+    "part_of": (lambda base, width: base / width, lambda scale, width: round(scale * width)),
+    "root_if": (
+        lambda scaled, width: math.sqrt(width) if scaled else 1.0,
+        lambda scale, _: scale != 1.0,
+    ),
+    "theta_or_none": (
+        lambda theta: {"rope_theta": float(theta)} if theta else {"positions": "none"},
+        lambda layer: layer.rope_theta if layer.positions == "rope" else 0,
+    ),
     "parallel_norms": (
         lambda parallel: "two_norms" if parallel else None,
         lambda parallel: parallel is not None,
@@ -47,8 +71,27 @@ def by_head(config: TransformerConfig) -> list[int]:
             for kind in range(3) for h in range(heads) for i in range(width)]  # fmt: skip
 
 
-ORDERS = {"by_head": by_head}
+def in_four_parts(config: TransformerConfig) -> list[int]:
+    """Rows that stand as query, value and key of a quarter of the heads, then of the next."""
+    part = config.num_heads * config.head_width // 4
+    return [(quarter * 3 + kind) * part + i
+            for kind in (0, 2, 1) for quarter in range(4) for i in range(part)]  # fmt: skip
+
+
+def halves_swapped(config: TransformerConfig) -> list[int]:
+    """Rows of queries and keys whose halves change places, which turns RoPE the other way."""
+    width, heads = config.head_width, config.num_heads + config.kv_heads
+    head = [*range(width // 2, width), *range(width // 2)]
+    turned = [at * width + i for at in range(heads) for i in head]
+    return turned + list(range(len(turned), len(turned) + config.kv_heads * width))
+
+
+ORDERS = {"by_head": by_head, "in_four_parts": in_four_parts, "halves_swapped": halves_swapped}
 """Orders in which the rows of several of our weights stand in one of theirs."""
+
+
+PARTS: dict[str, Callable[..., Any]] = {"scores": AttentionScores, "attention": GatedAttention}
+"""Fields that hold a part: a table in `constants` has its arguments."""
 
 
 @cache
@@ -70,11 +113,14 @@ def _type_of_table(
             merged[key] = {**merged.get(key, {}), **value} if table else value
     merged.pop("use", None)
     made = {key: _value(value) for key, value in merged.items()}
-    for key in ("fields", "experts", "mamba"):
+    for key in ("fields", "experts", "mamba", "values"):
         if key in merged:
             made[key] = {ours: _field(said) for ours, said in merged[key].items()}
     for key in ("names", "memory"):
         made[key] = {each: new for old, new in merged.get(key, {}).items() for each in _each(old)}
+    for key, value in made.get("constants", {}).items():
+        if isinstance(value, dict):
+            made["constants"][key] = PARTS[key](**value)
     made["fused"] = {module: ORDERS[order] for module, order in made.get("fused", {}).items()}
     return ModelType(name=name, **made)
 
@@ -92,7 +138,8 @@ def _field(said: Any) -> Field | None:
     if not isinstance(said, dict):
         return None if said == "null" else Field(said)
     default = _value(said["default"]) if "default" in said else REQUIRED
-    return Field(said["name"], default, *CONVERSIONS.get(said.get("as", ""), (_same, _same)))
+    read, write = CONVERSIONS.get(said.get("as", ""), (_same, _same))
+    return Field(said["name"], default, read, write, tuple(said.get("of", ())))
 
 
 def _each(name: str) -> list[str]:

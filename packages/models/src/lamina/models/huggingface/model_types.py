@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lamina.models.attention.latent_attention import LatentAttention
 from lamina.models.base.config import LayerSpec, TransformerConfig
@@ -28,12 +28,16 @@ def _same(value: Any) -> Any:
 
 
 class Field(NamedTuple):
-    """A name of `config.json`, what it is where it is absent, and how it becomes ours and back."""
+    """A name of `config.json`, what it is where it is absent, and how it becomes ours and back.
+
+    Both functions are given the values of the names in `of` too.
+    """
 
     name: str
     default: Any = REQUIRED
-    read: Callable[[Any], Any] = _same
-    write: Callable[[Any], Any] = _same
+    read: Callable[..., Any] = _same
+    write: Callable[..., Any] = _same
+    of: tuple[str, ...] = ()
 
 
 LLAMA: dict[str, Field] = {
@@ -105,12 +109,16 @@ class ModelType:
             config; ours are all queries, all keys, all values.
         gated: whether its MLP has a gate.
         rope: whether `rope_parameters` are read.
-        latent: whether its attention is latent.
+        latent: whether its attention is latent; "halves" if its RoPE turns elements half a head
+            apart, whatever its config says.
         experts: where the fields of a `MoEConfig` are; None has none.
         expert_constants: fields of a `MoEConfig` that all its models have.
         mamba: where the fields of a `MambaConfig` are; None has none.
         layers: names of lists with an entry for each layer, and what layers of each entry have in
             place of the model's fields; `letter` is their kind.
+        values: names of lists with a value for each layer. Their fields read a value into what the
+            layer has in place of the model's fields, and write it from the layer's config.
+        equal: names that say again what another name says.
         nested_rope: whether `rope_parameters` are given for each of its `layer_types`.
         ignored: names of `config.json` that change nothing in a model of this type.
         refused: names, with the only value that is known here.
@@ -128,11 +136,13 @@ class ModelType:
     fused: Mapping[str, Callable[[TransformerConfig], Sequence[int]]] = field(default_factory=dict)
     gated: bool = True
     rope: bool = True
-    latent: bool = False
+    latent: bool | Literal["halves"] = False
     experts: Mapping[str, Field | None] | None = None
     expert_constants: Mapping[str, Any] = field(default_factory=dict)
     mamba: Mapping[str, Field] | None = None
     layers: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
+    values: Mapping[str, Field] = field(default_factory=dict)
+    equal: Mapping[str, str] = field(default_factory=dict)
     nested_rope: bool = False
     ignored: tuple[str, ...] = ()
     refused: Mapping[str, Any] = field(default_factory=dict)
@@ -158,6 +168,7 @@ class ModelType:
         latent = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"}
         latent |= {"v_head_dim", "rope_interleave"}
         names |= latent if self.latent else set()
+        names |= {*self.values, *self.equal}
         return names | {*self.layers, *self.ignored, *self.refused, "layer_types"}
 
     # ------------------------------------------------------------------ config.json to config
@@ -177,10 +188,18 @@ class ModelType:
                     f"config.json says {name}={source[name]!r}, and only {only!r} is known here: "
                     "the model would compute something else"
                 )
+        for name, other in self.equal.items():
+            if source.get(name, source[other]) != source[other]:
+                raise ValueError(
+                    f"config.json says {name}={source[name]!r} and {other}={source[other]!r}: only "
+                    "models where they are equal are known here"
+                )
         if self.rope and not self.nested_rope:
             read |= read_rope(source)
         if self.latent:
             read |= LatentAttention.read_huggingface(source)
+            if self.latent == "halves":
+                read["mla"] = replace(read["mla"], interleaved=False)
             read["num_kv_heads"] = read["head_dim"] = None
         if self.experts is not None:
             read["moe"] = self._read_experts(source, read)
@@ -231,6 +250,9 @@ class ModelType:
                 own |= kinds[kind]
                 if nested and own.get("positions") != "none":
                     own |= self._rope_of_kind(source, kind)
+        for name, where in self.values.items():
+            for own, value in zip(changes, _list_of(source, name, number), strict=True):
+                own |= where.read(value)
         for own in changes:
             if own.get("positions") == "none":
                 own |= _UNTURNED
@@ -255,18 +277,25 @@ class ModelType:
         theirs = {ours: name for name, ours in activations.items() if name != "gelu_fast"}
         theirs |= {"swiglu": "silu", "silu": "silu"}
         values["activation"] = theirs.get(str(config.activation), "")
-        written = {
-            where.name: where.write(values[ours])
-            for ours, where in self.table.items()
-            if not (self.latent and ours in ("num_kv_heads", "head_dim"))
-        }
+        written: dict[str, Any] = {}
+        # What depends on other names is written after them.
+        for ours, where in sorted(self.table.items(), key=lambda item: bool(item[1].of)):
+            if not (self.latent and ours in ("num_kv_heads", "head_dim")):
+                others = [written.get(name) for name in where.of]
+                written[where.name] = where.write(values[ours], *others)
+        written |= {name: written[other] for name, other in self.equal.items()}
         written |= dict(self.refused)
         layers = range(config.num_layers)
         if self.rope and not self.nested_rope:
             written["rope_parameters"] = written_rope(config)
         if self.latent and config.attention_variant is not None:
             fields_of_latent = config.attention_variant.huggingface_fields(config)
-            left = ("head_dim", "first_k_dense_replace", "num_nextn_predict_layers")
+            left: tuple[str, ...] = (
+                "head_dim",
+                "first_k_dense_replace",
+                "num_nextn_predict_layers",
+            )
+            left += ("rope_interleave",) if self.latent == "halves" else ()
             written |= {n: v for n, v in fields_of_latent.items() if n not in left}
             written["num_key_value_heads"] = config.num_heads
         if self.experts is not None:
@@ -274,6 +303,8 @@ class ModelType:
         if self.mamba is not None and config.mamba is not None:
             sizes = config.mamba
             written |= {w.name: w.write(getattr(sizes, ours)) for ours, w in self.mamba.items()}
+        for name, where in self.values.items():
+            written[name] = [where.write(config.of_layer(at)) for at in layers]
         for name, kinds in self.layers.items():
             written[name] = [_kind_of(kinds, config, at) for at in layers]
             if self.nested_rope and name == "layer_types":
@@ -408,8 +439,16 @@ def _read_table(table: Mapping[str, Field], source: Mapping[str, Any]) -> dict[s
     for ours, where in table.items():
         absent = where.default is REQUIRED
         value = source[where.name] if absent else source.get(where.name, where.default)
-        read[ours] = value if value is None else where.read(value)
+        others = [source.get(name) for name in where.of]
+        read[ours] = value if value is None else where.read(value, *others)
     return read
+
+
+def _list_of(source: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:
+    said: Sequence[Any] = source[name]
+    if len(said) != number:
+        raise ValueError(f"{name} is {said}: it must have a value for each of {number} layers")
+    return said
 
 
 def _interleaved_rows(config: TransformerConfig, module: str) -> list[int] | None:

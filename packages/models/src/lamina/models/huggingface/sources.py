@@ -1,7 +1,7 @@
 """Where Hugging Face weights are read from: a directory, or a model in memory."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +39,18 @@ class SourceTensors:
                 return _as_written(self._read_one, candidate)
         raise KeyError(name)
 
-    def refuse_unread(self, tied_to: str | None) -> None:
+    def refuse_unread(self, tied_to: str | None, heads: Collection[str]) -> None:
         """Raise ValueError for weights that nothing has read: it would be another model.
 
-        A head that is `tied_to` the embeddings need not be read, if it has their values.
+        A head (of one of these names) that is `tied_to` the embeddings need not be read, if it has
+        their values.
         """
-        head = "lm_head.weight"
-        tied = tied_to is not None and head in self._unread
-        if tied and not torch.equal(self.read(head), self.read(str(tied_to))):
-            raise ValueError(
-                f"{self.source} has {head} with other values than {tied_to}, and "
-                "tie_word_embeddings of its config.json says that they are one: make it False"
-            )
+        for head in self._unread & {*heads} if tied_to is not None else ():
+            if not torch.equal(self.read(head), self.read(str(tied_to))):
+                raise ValueError(
+                    f"{self.source} has {head} with other values than {tied_to}, and "
+                    "tie_word_embeddings of its config.json says that they are one: make it False"
+                )
         left = sorted(name for name in self._unread if not name.endswith(self._derived))
         if left:
             raise ValueError(

@@ -16,7 +16,7 @@ from lamina.models.layers.norms import norm_of
 from lamina.models.mamba.block import Mamba2
 from lamina.models.moe.layer import Experts
 
-__all__ = ["WeightLink", "model_type", "weight_map"]
+__all__ = ["WeightLink", "head_names", "model_type", "weight_map"]
 
 
 def model_type(config: TransformerConfig, types: Sequence[ModelType] = ()) -> str:
@@ -70,8 +70,10 @@ _LLAMA_LIKE: dict[str, Any] = {
 
 def _refuse_new_fields(config: TransformerConfig) -> None:
     """Raise ValueError for parts that only types with a name of their own have."""
-    if config.qk_norm == "whole":
-        raise ValueError("qk_norm is 'whole': name a type of transformers as huggingface_type")
+    if isinstance(config.qk_norm, str):
+        raise ValueError(
+            f"qk_norm is {config.qk_norm!r}: name a type of transformers as huggingface_type"
+        )
     for name, default in _OF_OTHER_TYPES.items():
         if (value := getattr(config, name)) != default:
             raise ValueError(
@@ -82,7 +84,8 @@ def _refuse_new_fields(config: TransformerConfig) -> None:
 
 _OF_OTHER_TYPES = {
     "layers": None, "mlp": None, "pre_norm": True, "parallel_mlp": None, "rotary_fraction": 1.0,
-    "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
+    "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "scores": None,
+    "logit_softcap": None, "head_bias": False, "embedding_norm": False, "position_offset": 0,
 }  # fmt: skip
 
 
@@ -168,6 +171,12 @@ def weight_map(
     return tuple(links)
 
 
+def head_names(config: TransformerConfig, types: Sequence[ModelType] = ()) -> set[str]:
+    """The names that the head's weight has, in files and in memory."""
+    name, known = "lm_head.weight", type_of(model_type(config, types), types)
+    return {name} if known is None else {known.renamed(name), known.renamed(name, known.memory)}
+
+
 def _gpt2(config: TransformerConfig) -> Iterator[WeightLink]:
     yield from linked("position_embedding", "transformer.wpe")
     modules = {
@@ -194,6 +203,8 @@ def _like_llama(config: TransformerConfig, kind: str) -> Iterator[WeightLink]:
     yield from linked("embedding", "model.embed_tokens", rows_added=added)
     if config.positions == "learned":
         yield from linked("position_embedding", "model.embed_positions")
+    if config.embedding_norm:
+        yield from _norm(config, "embedding_norm", "model.embed_norm")
     for at, letter in enumerate(config.pattern):
         layer, ours, theirs = config.of_layer(at), f"blocks.{at}", f"model.layers.{at}"
         if letter == "T":
@@ -205,20 +216,23 @@ def _like_llama(config: TransformerConfig, kind: str) -> Iterator[WeightLink]:
     yield from _norm(config, "final_norm", "model.norm")
     if not config.tie_embeddings:
         yield from linked("head", "lm_head", rows_added=added)
+    if config.head_bias:
+        yield WeightLink("head.bias", ("lm_head.bias",), rows_added=added)
 
 
 def _block(
     config: TransformerConfig, at: int, kind: str, ours: str, theirs: str
 ) -> Iterator[WeightLink]:
-    after, both = config.post_norm, config.pre_norm and config.post_norm
+    after, both = config.post_norm, config.pre_norm and config.post_norm is True
     if config.pre_norm:
         yield from _norm(config, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
     if config.pre_norm and config.parallel_mlp != "one_norm":
         name = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
         yield from _norm(config, f"{ours}.mlp_norm", f"{theirs}.{name}")
-    if after:
+    if after is True:
         name = f"{theirs}.post_attention_layernorm"
         yield from _norm(config, f"{ours}.attention_post_norm", name)
+    if after:
         name = f"{theirs}.post_feedforward_layernorm"
         yield from _norm(config, f"{ours}.mlp_post_norm", name)
     attention = variant_of(config)

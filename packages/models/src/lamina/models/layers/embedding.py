@@ -16,7 +16,13 @@ from lamina.models.base.config import Reduction, TransformerConfig
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.layers.linear import for_cut_layers
-from lamina.models.layers.loss import IGNORED, check_ids, check_reduction, linear_cross_entropy
+from lamina.models.layers.loss import (
+    IGNORED,
+    check_ids,
+    check_reduction,
+    linear_cross_entropy,
+    softcapped,
+)
 from lamina.models.layers.matmul_products import may_sink
 
 
@@ -184,10 +190,15 @@ class OutputHead(_Table):
             rows = require_divisible("padded vocabulary", config.padded_vocab_size, self.axis)
             tied = nn.Parameter(torch.empty(rows, config.hidden_size))
         self.weight = tied
+        bias = torch.empty(tied.shape[0]) if config.head_bias else None
+        self.bias = None if bias is None else nn.Parameter(bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight, unless it is tied: then the embedding draws it."""
+        """Draw the weight, unless it is tied: then the embedding draws it. Set a bias to zeros."""
+        if self.bias is not None:
+            mark(self.bias, tp_shard_dim=None if self.axis is None else 0)
+            nn.init.zeros_(self.bias)
         if not self.tied:
             super().reset_parameters()
 
@@ -210,7 +221,7 @@ class OutputHead(_Table):
             hidden = hidden * self.config.logit_scale
         hidden = for_cut_layers(hidden, self.config, self.axis)
         if labels is None:
-            logits = F.linear(hidden, self.weight)
+            logits = softcapped(F.linear(hidden, self.weight, self.bias), self.config.logit_softcap)
             if self.axis is not None:
                 logits = gather_from(logits, self.axis.group, dim=-1)
             return logits[..., : self.config.vocab_size]
@@ -221,5 +232,7 @@ class OutputHead(_Table):
             self.axis,
             vocab_size=self.config.vocab_size,
             chunk=self.config.loss_chunk,
+            bias=self.bias,
+            softcap=self.config.logit_softcap,
         )
         return total / (labels != IGNORED).sum().clamp(min=1) if reduction == "mean" else total

@@ -115,8 +115,10 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     chunk: int | None = None,
     ignore_index: int = IGNORED,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Sum of cross-entropies of `hidden @ weight.T`, a chunk of tokens at a time.
+    """Sum of cross-entropies of `hidden @ weight.T + bias`, a chunk of tokens at a time.
 
     Only the logits of one chunk exist at a time. If gradients are required, forward computes them
     too, so that backward need not compute the logits again. What is saved for backward is as large
@@ -131,6 +133,8 @@ def linear_cross_entropy(
         vocab_size: ids that exist; rows from there on are padding and get no probability.
         chunk: tokens at a time; by default at least 1,024, more for small vocabularies.
         ignore_index: tokens with this label are left out.
+        bias: `[vocabulary / size]`: added to this rank's logits; None is zeros.
+        softcap: a logit l becomes `softcap * tanh(l / softcap)`; None leaves it.
 
     Returns:
         The sum in nats, a scalar in float32 (float64 for float64 weights). On a GPU a label that
@@ -159,10 +163,15 @@ def linear_cross_entropy(
         )
     check_ids("labels", labels, vocab_size, ignore_index)
     grad_enabled = torch.is_grad_enabled()
-    needed = (grad_enabled and hidden.requires_grad, grad_enabled and weight.requires_grad)
-    return applied(
-        _LinearCrossEntropy, hidden, weight, labels, axis, vocab_size, chunk, ignore_index, needed
-    )
+    asked = (hidden, weight) if bias is None else (hidden, weight, bias)
+    needed = tuple(grad_enabled and tensor.requires_grad for tensor in asked)
+    how = (axis, vocab_size, chunk, ignore_index, needed, softcap)
+    return applied(_LinearCrossEntropy, hidden, weight, bias, labels, *how)
+
+
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    """`softcap * tanh(logits / softcap)`, or the logits themselves without one."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def check_reduction(reduction: str) -> None:
@@ -292,12 +301,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         axis: MeshAxis | None,
         vocab_size: int,
         chunk: int,
         ignored: int,
-        needed: tuple[bool, bool],
+        needed: tuple[bool, ...],
+        softcap: float | None,
     ) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
         first = 0 if axis is None else axis.rank * weight.shape[0]
@@ -309,21 +320,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if needed[1]:
             make = torch.empty_like if hidden.shape[0] else torch.zeros_like
             grad_weight = make(weight, dtype=wide)
+        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = (hidden[rows] @ weight.t()).to(wide)
+            logits = softcapped(logits if bias is None else logits.add_(bias), softcap)
+            # The derivative of the cap, before the exponentials are written over the logits.
+            slope = None if softcap is None else 1.0 - (logits / softcap).square()
             logits[:, kept:] = -torch.inf
             soft = _softmax(logits, labels[rows], axis, ignored)
             total += torch.where(labels[rows] == ignored, 0.0, soft.losses * counts[rows]).sum()
             # A label of weight 0 divides by infinity, one that does not exist by NaN.
             grad = soft.exponentials.div_((soft.total / counts[rows])[:, None])
-            grad = _subtract_labels(grad, soft.column, soft.here).to(weight.dtype)
+            grad = _subtract_labels(grad, soft.column, soft.here)
+            grad = (grad if slope is None else grad.mul_(slope)).to(weight.dtype)
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 write_product(grad.t(), hidden[rows], grad_weight, accumulate=start > 0)
-            del logits, soft, grad  # otherwise two chunks would be in memory at once
-        ctx.save_for_backward(grad_hidden, grad_weight)
+            del logits, soft, grad, slope  # otherwise two chunks would be in memory at once
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.weight_dtype = weight.dtype
         ctx.parameter = weight if weight.is_leaf else None
         return total
@@ -331,7 +349,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         # See Note [Gradients that forward has computed].
         kept = torch.compiler.is_compiling() or graph_is_kept()
         if not kept:
@@ -342,7 +360,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = torch.mul(grad_hidden, grad.view(1, 1), out=into)
         if grad_weight is not None:
             grad_weight = _scaled(grad_weight, grad, ctx.parameter, ctx.weight_dtype, kept)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        if grad_bias is not None:
+            grad_bias = (grad_bias * grad).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 7
 
 
 def _scaled(

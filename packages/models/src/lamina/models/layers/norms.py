@@ -179,6 +179,7 @@ class _OwnNorm(NormPart):
 _BOTH = ("weight", "bias")
 NORMS: dict[str, NormPart] = {
     "rmsnorm": _OwnNorm(),
+    "rmsnorm_plain": _OwnNorm(names=()),
     "rmsnorm_zero": _OwnNorm(zero_centred=True),
     "layernorm": _OwnNorm(kind=LayerNorm, names=_BOTH),
     "layernorm_zero": _OwnNorm(kind=LayerNorm, names=_BOTH, zero_centred=True),

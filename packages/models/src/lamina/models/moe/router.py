@@ -131,7 +131,8 @@ class TopKRouter(FixedSums, nn.Module):
         context = context or RoutingContext()
         moe, padding = self.moe, context.padding
         logits, scores = self.score(x)
-        experts = choose_experts(scores, moe, self.expert_bias)
+        ranking = logits if moe.chosen_by == "logits" else scores
+        experts = choose_experts(ranking, moe, self.expert_bias)
         if self.layout_invariant:
             experts = experts.sort(dim=-1).values  # a token's results are added in this order
         weights = scores.gather(1, experts)

@@ -97,6 +97,7 @@ class GPTStage(GPTModel):
             self.embedding = model.embedding
         if first:
             self.position_embedding = model.position_embedding
+            self.embedding_norm = model.embedding_norm
             self.dropout = model.dropout
         self.blocks = nn.ModuleList()
         for layer in self.layers:

@@ -211,7 +211,15 @@ def _check(
         check_same_seed(model.seed, axis)
 
 
-_PARTS = ("embedding", "position_embedding", "dropout", "blocks", "final_norm", "head")
+_PARTS = (
+    "embedding",
+    "position_embedding",
+    "embedding_norm",
+    "dropout",
+    "blocks",
+    "final_norm",
+    "head",
+)
 # Methods that a step of the whole model calls. Stages use those of GPTModel or their own.
 _CALLED = (
     "forward",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,8 +17,8 @@ ActivationName = Literal[
     "gelu", "gelu_tanh", "relu", "relu2", "silu", "swiglu", "geglu", "geglu_tanh"
 ]
 NormName = Literal[
-    "rmsnorm", "layernorm", "layernorm_unbiased", "layernorm_plain", "rmsnorm_zero",
-    "layernorm_zero",
+    "rmsnorm", "rmsnorm_plain", "rmsnorm_zero", "layernorm", "layernorm_unbiased",
+    "layernorm_plain", "layernorm_zero",
 ]  # fmt: skip
 
 
@@ -71,6 +72,56 @@ def activation_of(named: str | Activation) -> Activation:
             f"activation is {named!r}: it must be one of {known}, or an Activation(function)"
         )
     return ACTIVATIONS[named]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionScores:
+    """What becomes of attention's scores between their scale and the softmax.
+
+    Give an object as `TransformerConfig(scores=...)`. A subclass overrides `change`, and is then a
+    part of your own.
+
+    Args:
+        softcap: a score s becomes `softcap * tanh(s / softcap)` (Gemma 2, 2024).
+        sinks: a learned score of each head takes part in the softmax, and has no value, so that a
+            head may attend to nothing (gpt-oss, 2025).
+        linear_bias: a score falls with the distance of query and key, in each head by its own slope
+            (ALiBi, Press et al., 2022).
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4,
+        ...                            scores=AttentionScores(softcap=50.0))
+    """
+
+    softcap: float | None = None
+    sinks: bool = False
+    linear_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not self.softcap > 0.0:
+            raise ValueError(f"softcap is {self.softcap}: it must be positive, or None")
+
+    def change(self, scores: Tensor, distance: Tensor, slope: Tensor) -> Tensor:
+        """Change scores, elementwise.
+
+        Args:
+            scores: of pairs of a query and a key, in float32 or wider.
+            distance: int64, positions of keys less those of queries: 0 or less.
+            slope: of the head, in float32; 0 without `linear_bias`.
+        """
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        return scores + slope * distance if self.linear_bias else scores
+
+    def slopes(self, heads: int, device: torch.device) -> Tensor:
+        """The slope of each of all heads: float32 `[heads]`."""
+        if not self.linear_bias:
+            return torch.zeros(heads, device=device)
+        power = 1 << (heads.bit_length() - 1)
+        steps = torch.arange(1, heads + 1, device=device, dtype=torch.float32)
+        # Heads beyond the largest power of two have the slopes between those of the first.
+        between = (2 * (steps - power) - 1) / 2
+        return torch.exp2(-8.0 / power * torch.where(steps > power, between, steps))
 
 
 @dataclass(frozen=True, kw_only=True)

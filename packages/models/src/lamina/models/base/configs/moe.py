@@ -36,6 +36,8 @@ class MoEConfig:
         normalize_weights: the weights of a token's experts are scaled to sum to one. It must be
             False with a `top_k` of 1, because the weight would always be 1 and the router would
             learn nothing.
+        chosen_by: what experts are chosen by, before their bias: their `scores`, or the `logits`
+            that scores are made from (Kolibri 1).
         weight_scale: multiplies the weights (DeepSeek's routed scaling factor).
         num_groups: groups of neighbouring experts; above 1, a token goes to experts of
             `groups_kept` groups only (DeepSeek-V2 and -V3: nodes that a token visits).
@@ -84,6 +86,7 @@ class MoEConfig:
     every: int = 1
     scores: Scores = "softmax"
     normalize_weights: bool = True
+    chosen_by: Literal["scores", "logits"] = "scores"
     weight_scale: float = 1.0
     num_groups: int = 1
     groups_kept: int = 1

@@ -1,0 +1,70 @@
+"""Multi-head attention whose results are multiplied by a gate."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from lamina.models.attention.attention import MultiHeadAttention, SelfAttention
+from lamina.models.attention.context import AttentionContext
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.base.weight_link import WeightLink, linked
+from lamina.models.layers.linear import from_residual
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedAttention(MultiHeadAttention):
+    """Multi-head attention, multiplied by the sigmoid of a product with the token.
+
+    Source: Qiu et al., Gated Attention for Large Language Models, arXiv:2505.06708.
+
+    Args:
+        each: what has a gate of its own: an `element` of a head, or a `head`.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4,
+        ...                            attention=GatedAttention())
+    """
+
+    each: Literal["element", "head"] = "element"
+
+    def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
+        """See `AttentionVariant.make`."""
+        return GatedSelfAttention(config, mesh, self.gates(config))
+
+    def gates(self, config: TransformerConfig) -> int:
+        """The number of gates of a token."""
+        return config.num_heads * (config.head_width if self.each == "element" else 1)
+
+    def parameters(self, config: TransformerConfig) -> int:
+        """See `AttentionVariant.parameters`."""
+        return super().parameters(config) + config.hidden_size * self.gates(config)
+
+    def huggingface_links(
+        self, config: TransformerConfig, ours: str, theirs: str
+    ) -> Iterator[WeightLink]:
+        """See `AttentionVariant.huggingface_links`."""
+        yield from super().huggingface_links(config, ours, theirs)
+        yield from linked(f"{ours}.gate", f"{theirs}.gate_proj")
+
+
+class GatedSelfAttention(SelfAttention):
+    """The module of `GatedAttention`. Over tensor-parallel ranks each has the gates of its heads.
+
+    Args:
+        config: the shape.
+        mesh: has an axis `tp`, or is that axis; None is one process.
+        gates: the number of gates of a token, over all ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, mesh: MeshLike, gates: int) -> None:
+        super().__init__(config, mesh)
+        self.gate = from_residual(config, (gates,), self.axis, bias=False)
+
+    def mix(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """See `Attention.mix`."""
+        mixed = super().mix(x, context)
+        gate: Tensor = self.gate(x)
+        return mixed * gate.view(*context.shape, mixed.shape[2], -1).sigmoid()

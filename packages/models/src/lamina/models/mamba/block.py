@@ -16,12 +16,26 @@ from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.initialise import fill, uniform
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.base.weight_link import WeightLink
+from lamina.models.invariance.convolution import fixed_convolution
+from lamina.models.invariance.fixed_sums import FixedSums
+from lamina.models.invariance.products import row_sum
+from lamina.models.invariance.row_functions import scale_rows, softplus, times_vector
+from lamina.models.invariance.token_sums import ACTIVATIONS, TokenSum, add_vector
 from lamina.models.layers.linear import from_residual, into_residual
 from lamina.models.layers.matmul_products import under_autocast
-from lamina.models.mamba.scan import choose_path, chunked_scan, kernel_scan, scan_step
+from lamina.models.mamba.scan import (
+    choose_path,
+    chunked_scan,
+    fixed_scan,
+    kernel_scan,
+    scan_step,
+)
+
+_silu = ACTIVATIONS["silu"]
+"""`F.silu`, for sums in the order of the model."""
 
 
-class CausalConvolution(nn.Module):
+class CausalConvolution(FixedSums, nn.Module):
     """A causal convolution of each channel over the last `taps` tokens, then SiLU.
 
     `weight` is `[channels, 1, taps]` as in `nn.Conv1d`; the last tap is that of the token itself.
@@ -55,6 +69,10 @@ class CausalConvolution(nn.Module):
 
     def forward(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
         """`[batch, sequence, channels]` to the same, within each document of `runs`."""
+        if self.tokens is not None:
+            total = TokenSum(self.tokens.of(x))
+            y = fixed_convolution(x, self.weight, runs, total)
+            return _silu(y if self.bias is None else add_vector(y, self.bias, total)).to(x.dtype)
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         taps, length = weight.shape[-1], x.shape[1]
         padded = F.pad(x, (0, 0, taps - 1, 0))
@@ -74,7 +92,7 @@ class CausalConvolution(nn.Module):
         return F.silu(y if self.bias is None else y + self.bias), inputs[:, 1:]
 
 
-class StateSpaceScan(nn.Module):
+class StateSpaceScan(FixedSums, nn.Module):
     """The recurrence and its parameters: a decay rate, a bias of the step and a skip per head.
 
     The names are those of the paper and of checkpoints: `A = -exp(A_log)`, `dt = softplus(dt +
@@ -124,6 +142,8 @@ class StateSpaceScan(nn.Module):
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, runs: Tensor | None = None
     ) -> Tensor:
         """Run the scan; shapes as of `chunked_scan`, the result in the dtype of x."""
+        if self.tokens is not None:
+            return self._in_order(x, dt, b, c, runs, TokenSum(self.tokens.of(x)))
         path = choose_path(self.sizes.path, x.device, x.dtype)
         steps = self.steps(dt)
         if path == "fla":
@@ -132,6 +152,23 @@ class StateSpaceScan(nn.Module):
             chunk = self.sizes.chunk_size
             y, _ = chunked_scan(x, steps, self.rate, b, c, chunk=chunk, runs=runs)
         return (y + self.D.unsqueeze(-1) * x).to(x.dtype)
+
+    def _in_order(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        runs: Tensor | None,
+        total: TokenSum,
+    ) -> Tensor:
+        """`forward` in the order of the model."""
+        steps = softplus(add_vector(dt.float(), self.dt_bias, total))
+        if self.sizes.dt_limit != (0.0, math.inf):
+            steps = steps.clamp(*self.sizes.dt_limit)
+        decay = times_vector(steps, self.A_log, total, negative_exponential=True)
+        y = fixed_scan(x, steps, decay, b, c, chunk=self.sizes.chunk_size, runs=runs)
+        return (y + times_vector(x, self.D, total, rows=True)).to(x.dtype)
 
     def step(
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor
@@ -147,7 +184,7 @@ def _before_softplus(log_dt: Tensor) -> Tensor:
     return dt + torch.log(-torch.expm1(-dt))
 
 
-class GatedNorm(nn.Module):
+class GatedNorm(FixedSums, nn.Module):
     """RMSNorm of `x * silu(gate)`, separately over each group of channels.
 
     A group is on one rank as a whole, so tensor-parallel ranks exchange no statistics (0682).
@@ -170,6 +207,11 @@ class GatedNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """`[..., channels]` to the same, with statistics in float32 or wider."""
+        if self.tokens is not None:
+            gated = torch.unflatten(x.float() * _silu(gate.float()), -1, (-1, self.width))
+            mean = row_sum(gated.square()).squeeze(-1) / self.width
+            normed = scale_rows(gated, 1.0 / (mean + self.eps).sqrt()).flatten(-2)
+            return times_vector(normed, self.weight, TokenSum(self.tokens.of(x))).to(x.dtype)
         wide = torch.promote_types(x.dtype, torch.float32)
         gated = torch.unflatten(x.to(wide) * F.silu(gate.to(wide)), -1, (-1, self.width))
         scale = (gated.square().mean(dim=-1, keepdim=True) + self.eps).rsqrt()

@@ -22,6 +22,13 @@ from torch import Tensor
 
 from lamina.models.attention.kernels import document_starts
 from lamina.models.base.configs.mamba import MambaPath
+from lamina.models.invariance.row_functions import (
+    below_last,
+    decay_between,
+    for_each,
+    matrix_products,
+    scale_rows,
+)
 from lamina.models.layers.matmul_products import without_autocast
 
 _LOGGER = logging.getLogger(__name__)
@@ -118,8 +125,13 @@ def _between(total: Tensor, documents: _Documents | None) -> Tensor:
     return difference.masked_fill(~allowed, -torch.inf).exp()
 
 
-def _across_chunks(added: Tensor, through: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Carry the state from chunk to chunk: those before each, like `added`, and the last."""
+def _across_chunks(
+    added: Tensor, through: Tensor, state: Tensor | None, *, fixed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Carry the state from chunk to chunk: those before each, like `added`, and the last.
+
+    With `fixed`, the gradients of decays have one order of summation (`invariant=True`).
+    """
     groups, per, chunks = added.shape[1:4]
     if state is None:
         current = torch.zeros_like(added[:, :, :, 0])
@@ -128,7 +140,12 @@ def _across_chunks(added: Tensor, through: Tensor, state: Tensor | None) -> tupl
     entering = []
     for i in range(chunks):
         entering.append(current)
-        current = current * through[..., i, None, None] + added[:, :, :, i]
+        factor = through[..., i]
+        if fixed:
+            kept = scale_rows(current.flatten(-2), factor).view(current.shape)
+        else:
+            kept = current * factor[..., None, None]
+        current = kept + added[:, :, :, i]
     return torch.stack(entering, dim=3), current
 
 
@@ -147,6 +164,59 @@ class _Documents:
         self.reach_end = cut == last.unsqueeze(-1)
         self.reach_start = cut == before.unsqueeze(-1)
         self.pass_through = last == before
+
+
+def fixed_scan(
+    x: Tensor,
+    steps: Tensor,
+    decay: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    chunk: int,
+    runs: Tensor | None = None,
+) -> Tensor:
+    """Run the recurrence in the order of the model (`invariant=True`).
+
+    Chunks are whole, the last one padded with zeros, and sums are in float32. So a token's result
+    depends on the tokens before it in its sequence, and on nothing else.
+
+    Args:
+        x: inputs `[batch, sequence, heads, head_dim]`.
+        steps: at least 0, float32 `[batch, sequence, heads]`.
+        decay: `steps * A`, float32 `[batch, sequence, heads]`.
+        b: `[batch, sequence, groups, state_size]`; group g serves the g-th run of heads.
+        c: as `b`.
+        chunk: tokens per chunk.
+        runs: int64 `[batch, sequence]`: each token's document; the state starts at zero in each.
+
+    Returns:
+        Like `x`, in float32.
+    """
+    length, groups, per = x.shape[1], b.shape[2], x.shape[2] // b.shape[2]
+    inputs = _cut(scale_rows(x.float(), steps), chunk, groups)
+    total = _cut(decay.unsqueeze(-1), chunk, groups).squeeze(-1).cumsum(dim=-1)
+    keys, queries = (_cut(part.float(), chunk, groups).squeeze(2) for part in (b, c))
+    documents = None if runs is None else _Documents(runs, chunk)
+
+    allowed = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
+    scores = for_each(matrix_products(queries, keys.transpose(-1, -2)), per, 2)
+    if documents is not None:
+        allowed = allowed & documents.same
+    y = matrix_products(scores * decay_between(total, allowed), inputs)
+
+    keys, queries = (for_each(part, per, 2) for part in (keys, queries))
+    to_end, through, from_start = below_last(total).exp(), total[..., -1].exp(), total.exp()
+    if documents is not None:
+        to_end = to_end * documents.reach_end
+        through = through * documents.pass_through
+        from_start = from_start * documents.reach_start
+    added = matrix_products(scale_rows(inputs, to_end).transpose(-1, -2), keys)
+    entering, _ = _across_chunks(added, through, None, fixed=True)
+    carried = matrix_products(queries, entering.transpose(-1, -2))
+    y = y + scale_rows(carried, from_start)
+    # [batch, groups, per, chunks, chunk, width] back to [batch, sequence, heads, width]
+    return y.permute(0, 3, 4, 1, 2, 5).flatten(1, 2).flatten(2, 3)[:, :length]
 
 
 def scan_step(

@@ -100,6 +100,16 @@ OPERATORS = """
             lambda a: torch.linalg.cholesky(a @ a.T + torch.eye(6, device=a.device)), x),
         "norms": both(lambda a: torch.stack(torch._foreach_norm([a, a * 2])), x),
     }
+    def normed(training, dtype):
+        def run(a, w):
+            stats = a.new_full((8,), 0.3), a.new_full((8,), 2.0)
+            out = F.batch_norm(a.to(dtype), *(s.to(dtype) for s in stats), w.to(dtype),
+                               training=training)
+            return out.float()
+        return run
+    for training in (True, False):
+        cases |= {f"batch norm {training}": both(normed(training, torch.float32), x, x[0]),
+                  f"batch norm bf16 {training}": both(normed(training, torch.bfloat16), x, x[0])}
     def counted(a):  # steps of an optimizer, on the GPU and on the host
         steps = [torch.ones(()), torch.ones((), device=a.device), torch.ones(())]
         torch._foreach_add_(steps, 1.0)
@@ -162,6 +172,86 @@ TRITON = """
         kernel[(triton.cdiv(100, block),)](x, y, 100, BLOCK=block)
     print(json.dumps([y.tolist() == (x / 2).tolist(), virtual_gpu.record().kernels["kernel"][0]]))
 """
+
+
+NUMBERS = """
+    import json, torch, triton, triton.language as tl
+
+    @triton.jit
+    def larger(a, b):
+        return tl.where(a > b, a, b)
+
+    @triton.jit
+    def kernel(x, y, narrow, eighth, most, scanned, product, N: tl.constexpr):
+        at = tl.arange(0, N)
+        square = at[:, None] * N + at[None, :]
+        a, b = tl.load(x + square), tl.load(y + square)
+        tl.store(narrow + square, a.to(tl.bfloat16) + b.to(tl.bfloat16))
+        tl.store(eighth + square, a.to(tl.float8e4nv))
+        tl.store(most + at, tl.reduce(a, 1, larger))
+        tl.store(scanned + square, tl.associative_scan(a, 1, larger))
+        tl.store(product + square, tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16)))
+
+    torch.manual_seed(0)
+    N = 32
+    x, y = 300 * torch.randn(N, N, device="cuda"), torch.randn(N, N, device="cuda")
+    narrow, eighth = x.bfloat16(), x.to(torch.float8_e4m3fn)
+    outs = [torch.empty_like(narrow), torch.empty_like(eighth), x[0].clone(), x.clone(), x.clone()]
+    kernel[(1,)](x, y, *outs, N=N)
+    wanted = [narrow + y.bfloat16(), x.clamp(-448, 448).to(torch.float8_e4m3fn), x.amax(1),
+              x.cummax(1).values, narrow.float() @ y.bfloat16().float()]
+    print(json.dumps([*(torch.equal(a.float(), b.float()) for a, b in zip(outs[:4], wanted)),
+                      torch.allclose(outs[4], wanted[4], rtol=1e-4, atol=1e-2)]))
+"""
+
+
+def test_narrow_numbers_in_a_kernel_round_as_on_a_gpu(program):
+    assert program(NUMBERS, VGPU_COMPUTE="at-once") == [True] * 5
+
+
+INDUCTOR = """
+    import json, torch, torch.nn as nn, torch.nn.functional as F
+    import lamina_virtual_gpu as virtual_gpu
+    torch.manual_seed(0)
+
+    def block(x, w):
+        return torch.softmax(F.gelu(F.rms_norm(x, (64,), w)), -1) + x.sin()
+
+    def trained(device, run):
+        given = [t.to(device).requires_grad_() for t in (x, w)]
+        out = run(*given)
+        return [out, *torch.autograd.grad(out.square().sum(), given)]
+
+    x, w = torch.randn(8, 64), torch.randn(64)
+    pairs = zip(trained("cpu", block), trained("cuda", torch.compile(block)))
+    apart = max(float((a - b.cpu()).abs().max()) for a, b in pairs)
+    kernels = virtual_gpu.record().kernels
+    print(json.dumps([apart < 1e-5, any("triton" in name for name in kernels)]))
+"""
+
+
+def test_blocks_that_inductor_compiles_are_computed(program, tmp_path):
+    assert program(INDUCTOR, VGPU_COMPUTE="at-once") == [True, True]
+
+
+def test_a_kernel_of_triton_races_with_what_reads_its_output(program):
+    text = (
+        TRITON
+        + """
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    virtual_gpu.forget_races()
+    kernel[(2,)](x, y, 100, BLOCK=64)
+    with torch.cuda.stream(side):
+        x.sum()
+    read = len(virtual_gpu.races())
+    with torch.cuda.stream(side):
+        y.sum()
+    torch.cuda.synchronize()
+    print(json.dumps([read, len(virtual_gpu.races())]))
+    """
+    )
+    assert program(text, VGPU_COMPUTE="at-once", VGPU_RACES="report") == [0, 1]
 
 
 def test_a_kernel_of_triton_is_compiled_launched_and_computed(program, tmp_path):

@@ -72,6 +72,15 @@ def around_triton(module: Any) -> Iterator[None]:
 
 
 @contextmanager
+def around_inductor(module: Any) -> Iterator[None]:
+    """Have the kernels that Inductor writes computed."""
+    yield
+    from lamina_virtual_gpu.arithmetic.triton_kernels import compute_of_inductor
+
+    compute_of_inductor(module)
+
+
+@contextmanager
 def around_rewriting(module: Any) -> Iterator[None]:
     """Have pytest's rewriting of asserts leave out what they say of values."""
     yield
@@ -138,7 +147,10 @@ def activate() -> None:
         waiting["_pytest.assertion.rewrite"] = around_rewriting
         waiting["torch.testing._comparison"] = around_comparison
     if computes():
+        # Each of Inductor's helpers would import torch first.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         waiting["triton.runtime.jit"] = around_triton
+        waiting["torch._inductor.runtime.triton_heuristics"] = around_inductor
     sys.meta_path.insert(0, _Finder(waiting))
 
 

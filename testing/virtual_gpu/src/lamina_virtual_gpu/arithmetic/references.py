@@ -217,7 +217,45 @@ def group_norm_backward(
     return tuple(plain(grad, input, mean, rstd, weight, *more))
 
 
+def batch_norm(
+    plain: Kernel,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """Evaluation saves the statistics that it uses, as CUDA's kernel does; the CPU's saves none."""
+    out, saved, root = plain(input, weight, bias, mean, variance, training, momentum, eps)
+    if not training and mean is not None and variance is not None:
+        saved, root = mean.clone(), torch.rsqrt(variance + eps)
+    return out, saved, root
+
+
+def batch_norm_backward(
+    plain: Kernel,
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    saved: Tensor | None,
+    root: Tensor | None,
+    *more: Any,
+) -> tuple[Any, ...]:
+    """Take statistics in fp32 beside narrow numbers."""
+    if weight is None or weight.dtype == input.dtype:
+        saved = None if saved is None else saved.to(input.dtype)
+        root = None if root is None else root.to(input.dtype)
+    return tuple(plain(grad, input, weight, mean, variance, saved, root, *more))
+
+
 CHANGED: dict[str, Kernel] = {
+    "native_batch_norm": batch_norm,
+    "native_batch_norm_backward": batch_norm_backward,
     "native_dropout": native_dropout,
     "native_layer_norm_backward": layer_norm_backward,
     "native_group_norm_backward": group_norm_backward,

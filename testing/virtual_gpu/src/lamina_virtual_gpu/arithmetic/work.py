@@ -30,6 +30,7 @@ def _library() -> ctypes.CDLL:
         ctypes.c_char_p,
         ctypes.c_long,
     ]
+    library.vgpu_touch.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.vgpu_on_work(_run_for_a_stream)
     return library
 
@@ -60,6 +61,17 @@ def covered() -> Iterator[None]:
         yield
     finally:
         _library().vgpu_cover(-1)
+
+
+@functools.cache
+def watches_races() -> bool:
+    """Whether the device looks for races."""
+    return bool(_library().vgpu_watches_races())
+
+
+def touch(address: int, size: int, writes: bool) -> None:
+    """Tell of bytes that the work at hand has turned out to touch."""
+    _library().vgpu_touch(address, size, writes)
 
 
 def spoil(address: int, size: int) -> None:

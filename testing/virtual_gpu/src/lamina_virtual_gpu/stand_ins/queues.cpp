@@ -288,6 +288,8 @@ EXPORT void vgpu_spoil(Stream *stream, void *at, size_t bytes) {
   if (settings().order == Order::adversarial) enqueue_work(stream, "fresh memory", in_one_go([=] { memset(at, 0xff, bytes); }), {{at, bytes, true}});
 }
 
+EXPORT int vgpu_watches_races() { return watches_races(); }
+
 // Within a piece of work: bytes that it turns out to touch.
 EXPORT void vgpu_touch(const void *at, size_t bytes, int writes) {
   if (!at_work) return;

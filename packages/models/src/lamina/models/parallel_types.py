@@ -43,7 +43,7 @@ from lamina.models.attention.pieced import _PiecedAttention
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.embedding import _LookUp
-from lamina.models.layers.linear import _CutProduct, _Multiply
+from lamina.models.layers.linear import CutProduct, Multiply
 from lamina.models.layers.loss import _CrossEntropy, _LinearCrossEntropy
 from lamina.models.layers.norms import _RMSNormOnCPU
 from lamina.models.moe import dispatcher, losses, router
@@ -372,7 +372,7 @@ def _multiply(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    cut: _CutProduct,
+    cut: CutProduct,
 ) -> None:
     whole: Any = x
     if cut.group is not None and cut.side == "output":
@@ -457,7 +457,7 @@ _RULES: dict[type[torch.autograd.Function], Callable[..., None]] = {
     _CrossEntropy: _cross_entropy,
     _Inject: _inject,
     _LinearCrossEntropy: _linear_cross_entropy,
-    _Multiply: _multiply,
+    Multiply: _multiply,
     _PiecedAttention: _attend,
     _Receive: _exchange,
     _Send: _exchange,

@@ -45,6 +45,13 @@ class Discarder:
         """
         if not torch.is_grad_enabled():
             return forward(*inputs)
+        narrow = any(parameter.dtype != torch.float32 for parameter in module.parameters())
+        if narrow and getattr(module, "layout_invariant", False):
+            raise ValueError(
+                f"{type(module).__name__} of a model with invariant=True, recomputed by itself, "
+                "would round its parameters' gradients to their dtype for each microbatch: take "
+                "RecomputePolicy(kind='selective', operations=('attention', 'activation'))"
+            )
         recipe = _Recipe(module, forward, inputs)
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         output = applied(_Recomputed, recipe, len(tensors), *tensors, *module.parameters())

@@ -17,9 +17,11 @@ from lamina.models.base.configs.elements import NormPart
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, context_ranks, require_divisible
 from lamina.models.base.weight_link import WeightLink, linked
+from lamina.models.invariance.fixed_sums import FixedSums
+from lamina.models.invariance.token_sums import TokenCut
 from lamina.models.layers.dropout import dropout_stream
 from lamina.models.layers.linear import RowParallelLinear, from_residual, into_residual
-from lamina.models.layers.norms import NORMS, CutRMSNorm, norm_of
+from lamina.models.layers.norms import NORMS, CutRMSNorm, LayerNorm, RMSNorm, norm_of
 
 
 class AttentionCore(nn.Module):
@@ -62,7 +64,7 @@ class AttentionCore(nn.Module):
             return pattern(query, key, value, scale=self.scale, dropout=rate)
 
 
-class Attention(nn.Module, ABC):
+class Attention(FixedSums, nn.Module, ABC):
     """Attention over `[batch, sequence, hidden]`: the base class of the variants' modules.
 
     A subclass makes its projections, then `core` and `output`, and implements `mix`.
@@ -190,6 +192,13 @@ class SelfAttention(Attention):
         if self.sinks is not None:
             mark(self.sinks, tp_shard_dim=None if self.axis is None else 0)
             fill(self.sinks, normal(self.init_std), self.init_seed, self.axis)
+
+    def fix_sums(self, tokens: TokenCut) -> None:
+        """See `FixedSums`."""
+        super().fix_sums(tokens)
+        for norm in (self.query_norm, self.key_norm):
+            if isinstance(norm, RMSNorm | LayerNorm):
+                norm.per_head = True
 
     def mix(self, x: Tensor, context: AttentionContext) -> Tensor:
         """See `Attention.mix`."""

@@ -26,6 +26,7 @@ from lamina.models.attention.kernels import (
 )
 from lamina.models.attention.pieced import Block, InPieces, Piece, attend_in_pieces
 from lamina.models.base.config import TransformerConfig
+from lamina.models.invariance.chain_attention import ChainAttention
 from lamina.models.layers.zigzag import cut_sequence, in_order, out_of_order
 
 
@@ -174,6 +175,12 @@ def check_context_parallel(config: TransformerConfig, cp: MeshAxis, tp_size: int
     if way != "ulysses":
         return
     local, local_kv = heads // tp_size, kv_heads // tp_size
+    if config.invariant and local_kv % cp.size:
+        raise ValueError(
+            f"context_parallel 'ulysses' copies {local_kv} key heads of a tp rank for {cp.size} "
+            "ranks, whose gradients would be rounded before they are added, and invariant=True "
+            "fixes their order: choose 'ring' or 'all_gather'"
+        )
     if local % cp.size or (local_kv % cp.size and cp.size % local_kv):
         raise ValueError(
             f"context_parallel 'ulysses' gives each of {cp.size} ranks a share of the heads, but a "
@@ -229,6 +236,8 @@ def parallel_pattern(
 
     ValueError: that kind does not support the case.
     """
+    if config.invariant:
+        return _in_order(config, axis, document_ids)
     if axis is None:
         return choose_pattern(config, tokens, dtype, document_ids, dropout)
     check_pattern(config, axis, tokens.device, dtype, document_ids is not None, dropout)
@@ -251,6 +260,19 @@ def parallel_pattern(
     flex = tokens.is_cuda and not dropout
     pattern = over_positions(config.scores, mine, keys, window, runs, my_runs, flex=flex)
     return GatheredKeys(axis, pattern)
+
+
+def _in_order(
+    config: TransformerConfig, axis: MeshAxis | None, document_ids: Tensor | None
+) -> AttentionPattern:
+    """The pattern of `invariant=True`.
+
+    `ring` gathers keys as `all_gather` does: they arrive in an order that depends on the ranks.
+    """
+    runs = None if document_ids is None else document_runs(document_ids)
+    if axis is not None and config.context_parallel == "ulysses":
+        return Ulysses(axis, ChainAttention(config.sliding_window, runs))
+    return ChainAttention(config.sliding_window, runs, axis)
 
 
 def causal_pieces(axis: MeshAxis, sequence: int, scale: float) -> tuple[Piece, ...]:

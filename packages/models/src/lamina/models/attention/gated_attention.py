@@ -11,6 +11,7 @@ from lamina.models.attention.context import AttentionContext
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.base.weight_link import WeightLink, linked
+from lamina.models.invariance.token_sums import in_float32, sigmoid
 from lamina.models.layers.linear import from_residual
 
 
@@ -33,6 +34,15 @@ class GatedAttention(MultiHeadAttention):
     def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
         """See `AttentionVariant.make`."""
         return GatedSelfAttention(config, mesh, self.gates(config))
+
+    def check(self, config: TransformerConfig) -> None:
+        """See `AttentionVariant.check`."""
+        super().check(config)
+        if config.invariant and self.each == "head":
+            raise ValueError(
+                "invariant=True beside GatedAttention(each='head'), whose gradient is a sum over a "
+                "head's elements in a kernel's order: take each='element', or leave one out"
+            )
 
     def gates(self, config: TransformerConfig) -> int:
         """The number of gates of a token."""
@@ -67,4 +77,5 @@ class GatedSelfAttention(SelfAttention):
         """See `Attention.mix`."""
         mixed = super().mix(x, context)
         gate: Tensor = self.gate(x)
-        return mixed * gate.view(*context.shape, mixed.shape[2], -1).sigmoid()
+        gate = gate.sigmoid() if self.tokens is None else in_float32(sigmoid, gate)
+        return mixed * gate.view(*context.shape, mixed.shape[2], -1)

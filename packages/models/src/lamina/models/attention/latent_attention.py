@@ -18,6 +18,7 @@ from lamina.models.base.configs.field_checks import (
 )
 from lamina.models.base.mesh_axes import MeshLike, require_divisible
 from lamina.models.base.weight_link import WeightLink, linked
+from lamina.models.invariance.token_sums import share_with_heads
 from lamina.models.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -225,12 +226,16 @@ class LatentSelfAttention(Attention):
         sizes = self.sizes
         widths = (sizes.kv_lora_rank, sizes.qk_rope_head_dim)
         latent, turning = self.kv_down(x).split(widths, dim=-1)
-        shared = for_cut_layers(turning, self.config, self.axis)
-        shared = shared.reshape(*context.shape, 1, -1)
         widths = (sizes.qk_nope_head_dim, sizes.v_head_dim)
         heads = self.kv_up(self.kv_norm(latent)).view(*context.shape, -1, sum(widths))
         still, value = heads.split(widths, dim=-1)
-        turned = _turn(shared, context).expand(*still.shape[:-1], -1)
+        if self.tokens is None:
+            shared = for_cut_layers(turning, self.config, self.axis)
+            turned = _turn(shared.reshape(*context.shape, 1, -1), context)
+            turned = turned.expand(*still.shape[:-1], -1)
+        else:
+            shared = share_with_heads(turning, context.shape, still.shape[2], self.tokens)
+            turned = _turn(shared, context)
         return torch.cat((still, turned), dim=-1), value
 
 

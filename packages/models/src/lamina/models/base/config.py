@@ -472,6 +472,9 @@ class TransformerConfig:
                 self.attention_path != "auto"
             ),
             f"scores={self.scores} (kernels of another order)": self.scores is not None,
+            f"logit_softcap={self.logit_softcap} (not in the loss of this setting)": (
+                self.logit_softcap is not None
+            ),
             f"head_bias={self.head_bias} (a sum over tokens in no fixed order)": self.head_bias,
             "tie_embeddings=True (a weight with two gradients, added for each microbatch)": (
                 self.tie_embeddings

@@ -254,6 +254,9 @@ class GPTModel(KeepsRoles):
         if self.position_embedding is not None:
             if self.axis is not None and self.sequence_parallel:
                 positions = scatter_to(positions.expand_as(tokens).flatten(), self.axis.group)
+            elif self.token_cut is not None:
+                # Each token looks its position up, so that all are leaves of one sum.
+                positions = positions.expand_as(tokens)
             x = x + self.position_embedding(positions + self.config.position_offset)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)

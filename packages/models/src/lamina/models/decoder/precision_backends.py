@@ -50,6 +50,12 @@ def apply_precision(
         >>> model = apply_precision(GPTModel(config), Precision(backend="torch"))
     """
     _require_bare(model)
+    fixed = [name for name, layer in _projections(model) if layer.layout_invariant]
+    if fixed and precision.backend != "torch":
+        raise ValueError(
+            f"apply_precision({precision.backend!r}) to {fixed[0]}, which has invariant=True: "
+            "scales and kernels see what a rank has, so bits would depend on the layout"
+        )
     named_blocks = [(name, m) for name, m in model.named_modules() if isinstance(m, blocks)]
     precision.check_blocks(len(named_blocks))
     _restore(model)

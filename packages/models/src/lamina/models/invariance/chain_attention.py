@@ -9,29 +9,34 @@ documents and other sequences of the batch leave a row's bits alone.
 In backward the gradients of keys and values are sums over queries, chunk by chunk in the same way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
 from lamina.models.invariance.products import CHUNK, fold, product, row_sum
+from lamina.models.invariance.token_sums import TokenCut
 
 
 @dataclass(frozen=True)
 class ChainAttention:
-    """The attention pattern of `invariant=True`, for whole sequences.
+    """The attention pattern of `invariant=True`.
 
     Attributes:
         window: the number of tokens that a token attends to, itself included; None is all before.
-        runs: int64 `[batch, sequence]`: each token's document; None is one per sequence.
+        runs: int64 `[batch, sequence]`: each token's document, of whole sequences; None is one per
+            sequence.
+        axis: the ranks of cp, which hold two chunks of each sequence; None is whole sequences.
     """
 
     window: int | None = None
     runs: Tensor | None = None
+    axis: MeshAxis | None = None
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
@@ -42,13 +47,16 @@ class ChainAttention:
                 f"attention_dropout is {dropout}, and invariant=True has no random numbers by "
                 "position: set it to 0"
             )
-        mixed: Tensor = applied(_Attend, query, key, value, scale, self.window, self._documents())
-        return mixed
+        batch, tokens = query.shape[:2]
+        sequence = tokens * (1 if self.axis is None else self.axis.size)
+        own = _own_runs(tokens, self.axis)
+        plan = _Plan(scale, self.window, self.axis, self._documents(batch, sequence), own)
+        return applied(_Attend, query, key, value, plan)
 
-    def _documents(self) -> "tuple[_Span, ...] | None":
-        """Rows of the batch and pieces of sequences that are documents; None is all whole."""
+    def _documents(self, batch: int, sequence: int) -> "tuple[_Span, ...]":
+        """Rows of the batch and pieces of sequences that are documents."""
         if self.runs is None:
-            return None
+            return ((slice(0, batch), slice(0, sequence)),)
         spans = []
         for row, runs in enumerate(self.runs):
             lengths = torch.unique_consecutive(runs, return_counts=True)[1].tolist()
@@ -75,88 +83,186 @@ def _tokens_first(x: Tensor, heads: int) -> Tensor:
     return torch.unflatten(x, 0, (-1, heads)).transpose(1, 2)
 
 
-def _query_chunks(tokens: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Chunks of queries, and the keys that any of them attends to, in whole chunks from below."""
-    for first in range(0, tokens, CHUNK):
-        last = min(first + CHUNK, tokens)
-        lowest = 0 if window is None else max(first - window + 1, 0)
-        yield slice(first, last), slice(lowest - lowest % CHUNK, last)
+def _pieces(queries: slice, keys: slice, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Chunks of queries, and the keys among some that any of them attends to.
+
+    Positions are those in a document. Chunks of queries are counted from its start, and so are
+    chunks of keys if `keys` begin there.
+    """
+    for first in range(queries.start - queries.start % CHUNK, queries.stop, CHUNK):
+        rows = slice(max(first, queries.start), min(first + CHUNK, queries.stop))
+        lowest = 0 if window is None else max(rows.start - window + 1, 0)
+        columns = slice(max(lowest - lowest % CHUNK, keys.start), min(rows.stop, keys.stop))
+        if columns.start < columns.stop:
+            yield rows, columns
 
 
-def _scores(
-    query: Tensor, key: Tensor, rows: slice, columns: slice, scale: float, window: int | None
-) -> Tensor:
-    """Scores of some queries and keys; minus infinity where one does not attend to the other."""
-    scores = product(query[:, rows], key[:, columns].transpose(1, 2)) * scale
+def _moved(piece: slice, by: int) -> slice:
+    return slice(piece.start + by, piece.stop + by)
+
+
+def _scores(query: Tensor, key: Tensor, rows: slice, columns: slice, plan: "_Plan") -> Tensor:
+    """Scores of queries and keys at some places; minus infinity where one does not attend."""
+    scores = product(query, key.transpose(1, 2)) * plan.scale
     distance = torch.arange(rows.start, rows.stop, device=query.device)[:, None] - torch.arange(
         columns.start, columns.stop, device=query.device
     )
     apart = distance < 0
-    if window is not None:
-        apart |= distance >= window
+    if plan.window is not None:
+        apart |= distance >= plan.window
     return scores.masked_fill_(apart, -torch.inf)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Who attends to whom, and which tokens are this rank's."""
+
+    scale: float
+    window: int | None
+    axis: MeshAxis | None
+    documents: tuple[_Span, ...]
+    own: tuple[slice, ...]
+    """Runs of this rank's tokens in the whole sequence, in their order here."""
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Gather `[batch, tokens, ...]` over the ranks, in the order of the sequence."""
+        tokens = TokenCut(context=self.axis, rows=x.shape[0])
+        return torch.unflatten(tokens.whole(x.flatten(0, 1)), 0, (x.shape[0], -1))
+
+    def pieces(self) -> Iterator[tuple[_Span, _Span, slice]]:
+        """This rank's runs of each document.
+
+        Yields:
+            The document in whole sequences, the run here, and the run in the document.
+        """
+        for rows, document in self.documents:
+            start = 0
+            for run in self.own:
+                first, last = max(run.start, document.start), min(run.stop, document.stop)
+                if first < last:
+                    here = slice(start + first - run.start, start + last - run.start)
+                    inside = slice(first - document.start, last - document.start)
+                    yield (rows, document), (rows, here), inside
+                start += run.stop - run.start
+
+
+def _own_runs(tokens: int, axis: MeshAxis | None) -> tuple[slice, ...]:
+    """A rank's chunks, in zigzag order; `tokens` are those that it has."""
+    if axis is None:
+        return (slice(0, tokens),)
+    chunk = tokens // 2
+    early, late = axis.rank * chunk, (2 * axis.size - 1 - axis.rank) * chunk
+    return slice(early, early + chunk), slice(late, late + chunk)
+
+
 class _Attend(torch.autograd.Function):
-    """Causal attention of each document; scores are computed again in backward."""
+    """Causal attention of each document; scores are computed again in backward.
+
+    Ranks that share a sequence gather keys and values, and each computes the rows of its queries.
+    In backward they gather queries too, and each computes the gradients of its keys and values from
+    all of them. So no sum is cut.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        documents: tuple[_Span, ...] | None,
-    ) -> Tensor:
-        batch, tokens, heads, _ = query.shape
-        spans = ((slice(0, batch), slice(0, tokens)),) if documents is None else documents
-        mixed = query.new_empty(batch, tokens, heads, value.shape[-1])
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
+        heads = query.shape[2]
+        mixed = query.new_empty(*query.shape[:3], value.shape[-1])
         # The largest score of each row, and the sum of its exponentials.
-        largest = query.new_empty(batch, tokens, heads, 1, dtype=torch.float32)
+        largest = query.new_empty(*query.shape[:3], 1, dtype=torch.float32)
         totals = torch.empty_like(largest)
-        for span in spans:
-            q, k, v = (_heads_first(x[span], heads) for x in (query, key, value))
+        keys, values = plan.whole(key), plan.whole(value)
+        for document, here, inside in plan.pieces():
+            q = _heads_first(query[here], heads)
+            k, v = (_heads_first(x[document], heads) for x in (keys, values))
             with_ones = torch.cat((v, v.new_ones(*v.shape[:-1], 1)), dim=-1)
-            for rows, columns in _query_chunks(q.shape[1], window):
-                scores = _scores(q, k, rows, columns, scale, window)
+            for rows, columns in _pieces(inside, slice(0, inside.stop), plan.window):
+                own = _moved(rows, -inside.start)
+                scores = _scores(q[:, own], k[:, columns], rows, columns, plan)
                 top = scores.amax(dim=-1, keepdim=True)
                 sums = product((scores - top).exp_(), with_ones[:, columns])
-                place = span[0], slice(span[1].start + rows.start, span[1].start + rows.stop)
+                place = here[0], _moved(own, here[1].start)
                 total = sums[..., -1:]
                 mixed[place] = _tokens_first(sums[..., :-1] / total, heads).to(mixed.dtype)
                 largest[place] = _tokens_first(top, heads)
                 totals[place] = _tokens_first(total, heads)
         ctx.save_for_backward(query, key, value, mixed, largest, totals)
-        ctx.scale, ctx.window, ctx.spans = scale, window, spans
+        ctx.plan = plan
         return mixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mixed, largest, totals = ctx.saved_tensors
-        heads, kv_heads = query.shape[2], key.shape[2]
+        plan: _Plan = ctx.plan
+        mean = row_sum(grad.float() * mixed.float())
+        given = _Rows(query, grad, mean, largest, totals)
         grads = [torch.empty_like(x) for x in (query, key, value)]
-        for span in ctx.spans:
-            q, k, v, g, m, top, total = (
-                _heads_first(x[span], heads)
-                for x in (query, key, value, grad, mixed, largest, totals)
-            )
-            mean = row_sum(g * m)
-            by_query, by_key, by_value = (torch.zeros_like(x) for x in (q, k, v))
-            for rows, columns in _query_chunks(q.shape[1], ctx.window):
-                scores = _scores(q, k, rows, columns, ctx.scale, ctx.window)
-                shares = (scores - top[:, rows]).exp_() / total[:, rows]
-                by_value[:, columns] += product(shares.transpose(1, 2), g[:, rows])
-                by_share = product(g[:, rows], v[:, columns].transpose(1, 2))
-                by_score = shares * (by_share - mean[:, rows]) * ctx.scale
-                by_query[:, rows] = product(by_score, k[:, columns])
-                by_key[:, columns] += product(by_score.transpose(1, 2), q[:, rows])
-            for into, part in zip(grads, (by_query, by_key, by_value), strict=True):
-                apart = _tokens_first(part, heads)
-                if into is not grads[0] and kv_heads != heads:
-                    # Query heads that share a key head are added in the tree.
-                    apart = fold(torch.unflatten(apart, 2, (kv_heads, -1)), dim=3)
-                into[span] = apart.to(into.dtype)
-        return *grads, None, None, None
+        if plan.axis is None:
+            for document, here, inside in plan.pieces():
+                pieces = _gradients(
+                    given.at(here), key[document], value[document], inside, inside, plan
+                )
+                _store(grads, pieces, here)
+            return *grads, None
+        keys, values = plan.whole(key), plan.whole(value)
+        everyone = _Rows(*(plan.whole(x) for x in given))
+        for document, here, inside in plan.pieces():
+            before = slice(0, inside.stop)
+            rows, tokens = document
+            reached = rows, slice(tokens.start, tokens.start + inside.stop)
+            own = _gradients(given.at(here), keys[reached], values[reached], inside, before, plan)
+            # Queries from the first of these keys on.
+            first = inside.start - inside.start % CHUNK
+            after = slice(first, tokens.stop - tokens.start)
+            later = everyone.at((rows, slice(tokens.start + first, tokens.stop)))
+            theirs = _gradients(later, key[here], value[here], after, inside, plan)
+            _store(grads, (own[0], *theirs[1:]), here)
+        return *grads, None
+
+
+class _Rows(NamedTuple):
+    """Rows of attention in backward, `[batch, tokens, heads, width]`."""
+
+    query: Tensor
+    grad: Tensor
+    mean: Tensor
+    """Of the gradients by a row's probabilities, weighted by these."""
+    largest: Tensor
+    totals: Tensor
+
+    def at(self, span: _Span) -> "_Rows":
+        """Some of them."""
+        return _Rows(*(x[span] for x in self))
+
+
+def _gradients(
+    given: _Rows, key: Tensor, value: Tensor, queries: slice, keys: slice, plan: _Plan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of some queries, and of some keys and values, by the pairs of them.
+
+    `queries` and `keys` are their places in the document. Results are float32, with heads and
+    tokens in the order of attention's inputs; all query heads have keys of their own.
+    """
+    heads = given.query.shape[2]
+    q, g, mean, top, total = (_heads_first(x, heads) for x in given)
+    k, v = _heads_first(key, heads), _heads_first(value, heads)
+    by_query, by_key, by_value = (torch.zeros_like(x) for x in (q, k, v))
+    for rows, columns in _pieces(queries, keys, plan.window):
+        r, c = _moved(rows, -queries.start), _moved(columns, -keys.start)
+        scores = _scores(q[:, r], k[:, c], rows, columns, plan)
+        shares = (scores - top[:, r]).exp_() / total[:, r]
+        by_value[:, c] += product(shares.transpose(1, 2), g[:, r])
+        by_share = product(g[:, r], v[:, c].transpose(1, 2))
+        by_score = shares * (by_share - mean[:, r]) * plan.scale
+        by_query[:, r] = product(by_score, k[:, c])
+        by_key[:, c] += product(by_score.transpose(1, 2), q[:, r])
+    by_query, by_key, by_value = (_tokens_first(x, heads) for x in (by_query, by_key, by_value))
+    return by_query, by_key, by_value
+
+
+def _store(grads: Sequence[Tensor], pieces: Sequence[Tensor], here: _Span) -> None:
+    """Write gradients; those of query heads that share a key head are added in the tree."""
+    for into, part in zip(grads, pieces, strict=True):
+        if part.shape[2] != into.shape[2]:
+            part = fold(torch.unflatten(part, 2, (into.shape[2], -1)), dim=3)
+        into[here] = part.to(into.dtype)

@@ -13,7 +13,7 @@ a sum that is cut over ranks changes with their number. Here the order is fixed:
 See Note [A product as a chain].
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -173,13 +173,17 @@ def weight_product(grad: Tensor, x: Tensor) -> Tensor:
     Returns:
         `[out, in]`.
     """
-    tokens = grad.shape[0]
-    if tokens == 0:
+    if not len(grad):
         return product(grad.t(), x)
-    starts = range(0, tokens, GRANULE)
-    granules = (slice(start, start + GRANULE) for start in starts)
-    # Contiguous leaves, as the padding of small products is cut off.
-    return tree(product(grad[each].t(), x[each]).contiguous() for each in granules)
+    return tree(granules(grad, x))
+
+
+def granules(grad: Tensor, x: Tensor) -> Iterator[Tensor]:
+    """The leaves of `weight_product`, one for each `GRANULE` of tokens."""
+    for start in range(0, len(grad), GRANULE):
+        each = slice(start, start + GRANULE)
+        # Contiguous, as the padding of small products is cut off.
+        yield product(grad[each].t(), x[each]).contiguous()
 
 
 def _one_after_the_other(left: Tensor, right: Tensor, block: Block) -> Tensor:

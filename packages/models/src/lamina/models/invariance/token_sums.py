@@ -10,6 +10,7 @@ See Note [Gradients over a cut sequence].
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,22 +113,13 @@ class TokenSum:
         """Sum in float32 over the tokens of all ranks: `[width]`, zeros but for the own part."""
         values = values.float()
         if self.per_head:
-            values = self._over_heads(values)
+            values = over_heads(values, self.tokens.tensor if self.partial else None)
         values = values.flatten(0, -2)
         scattered = self.partial and not self.per_head
         runs = self._runs(values.shape[0], scattered)
         total = fold(self.tokens.whole(fold(values, leaves=runs), scattered=scattered))
         own = self.tokens.own_rows(len(total), partial=self.partial)
         return self.tokens.among_zeros(total[own], len(total), partial=self.partial)
-
-    def _over_heads(self, values: Tensor) -> Tensor:
-        """Add the heads of each token in the tree; ranks of tp hold neighbours."""
-        heads = values.shape[-2]
-        values = fold(values, dim=-2, leaves=heads & -heads)
-        if self.partial and self.tokens.tensor is not None:
-            ranks, dim = self.tokens.tensor.group, values.ndim - 2
-            values = start_all_gather(values, ranks, dim=dim, async_op=False).wait()
-        return fold(values, dim=-2)
 
     def _runs(self, tokens: int, scattered: bool) -> int:
         """The most neighbours that are a subtree wherever the ranks' tokens begin."""
@@ -138,6 +130,54 @@ class TokenSum:
         ranks = cut.tensor.size if scattered and cut.tensor is not None else 1
         chunk = tokens * ranks // (2 * cut.rows)
         return min(tokens & -tokens, chunk & -chunk)
+
+
+def over_heads(values: Tensor, axis: MeshAxis | None) -> Tensor:
+    """Add `[..., heads, width]` over heads in the tree: `[..., width]`.
+
+    Ranks of the axis hold neighbours among the heads; None is one process with all.
+    """
+    heads = values.shape[-2]
+    values = fold(values, dim=-2, leaves=heads & -heads)
+    if axis is not None:
+        dim = values.ndim - 2
+        values = start_all_gather(values, axis.group, dim=dim, async_op=False).wait()
+    return fold(values, dim=-2)
+
+
+def share_with_heads(x: Tensor, shape: tuple[int, int], heads: int, tokens: TokenCut) -> Tensor:
+    """Give all heads the same vectors; their gradients are added in the tree over all heads.
+
+    Args:
+        x: `[batch, sequence, width]`, or under sequence parallelism `[tokens / tp, width]`.
+        shape: of the batch, sequences and tokens.
+        heads: of this rank.
+        tokens: how ranks cut the batch.
+
+    Returns:
+        `[batch, sequence, heads, width]`.
+    """
+    return applied(_ShareWithHeads, x, shape, heads, tokens)
+
+
+class _ShareWithHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shape: tuple[int, int], heads: int, tokens: TokenCut
+    ) -> Tensor:
+        ctx.tokens, ctx.shape, ctx.dtype = tokens, x.shape, x.dtype
+        if tokens.sequence_parallel and tokens.tensor is not None:
+            x = start_all_gather(x, tokens.tensor.group, async_op=False).wait()
+        return x.reshape(*shape, 1, -1).expand(-1, -1, heads, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tokens: TokenCut = ctx.tokens
+        total = over_heads(grad.float(), tokens.tensor).flatten(0, -2)
+        if tokens.sequence_parallel and tokens.tensor is not None:
+            total = total.chunk(tokens.tensor.size)[tokens.tensor.rank]
+        return total.reshape(ctx.shape).to(ctx.dtype), None, None, None
 
 
 def delivered(parameter: Tensor | None, gradient: Tensor) -> Tensor | None:
@@ -248,6 +288,14 @@ def sigmoid(x: Tensor) -> Tensor:
     return 0.5 + 0.5 * torch.tanh(0.5 * x)
 
 
+def _silu(x: Tensor) -> Tensor:
+    return x * sigmoid(x)
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
 def _gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.erf(x * 0.7071067811865476))
 
@@ -262,12 +310,19 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 # its place. `exp`, `log`, `tanh` and `erf` are the same everywhere. tests/test_invariant_sums.py
 # compares pieces with the whole.
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": lambda x: x * sigmoid(x),
+    "silu": _silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
-    "relu2": lambda x: torch.relu(x).square(),
+    "relu": torch.relu,
+    "relu2": _relu_squared,
 }
 """Activation functions whose bits do not depend on an element's place, by name."""
+_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+
+
+def by_elements(name: str) -> Activation:
+    """The activation of a config's name, or that of its gate, in float32."""
+    return partial(in_float32, ACTIVATIONS[_GATED.get(name, name)])
 
 
 def in_float32(function: Activation, x: Tensor) -> Tensor:

@@ -15,13 +15,20 @@ from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction, TransformerConfig
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
-from lamina.models.layers.linear import for_cut_layers
+from lamina.models.invariance import token_sums
+from lamina.models.invariance.fixed_sums import FixedSums
+from lamina.models.invariance.layer_products import InvariantProducts
+from lamina.models.invariance.products import cut_blocks
+from lamina.models.invariance.token_sums import TokenCut
+from lamina.models.invariance.vocabulary import VocabularyLoss
+from lamina.models.layers.linear import CutProduct, Multiply, for_cut_layers
 from lamina.models.layers.loss import (
     IGNORED,
     check_ids,
     check_reduction,
     linear_cross_entropy,
     softcapped,
+    tokens_at_a_time,
 )
 from lamina.models.layers.matmul_products import may_sink
 
@@ -58,7 +65,7 @@ class _LookUp(torch.autograd.Function):
         return None, None
 
 
-class _Table(nn.Module):
+class _Table(FixedSums, nn.Module):
     """A table of vectors, whole or with its rows cut over ranks, that draws its own weight."""
 
     axis: MeshAxis | None = None
@@ -66,6 +73,12 @@ class _Table(nn.Module):
     init_std: float
     init_seed: int | None = None
     weight: nn.Parameter
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """Rows `[..., width]` of this rank's table, for int64 ids `[...]` of its rows."""
+        if self.tokens is None:
+            return look_up(self.weight, ids)
+        return token_sums.look_up(self.weight, ids, self.tokens, partial=self.partial)
 
     def reset_parameters(self) -> None:
         """Cut the weight from a whole one drawn from N(0, init_std^2); mark its role."""
@@ -136,11 +149,11 @@ class VocabParallelEmbedding(_Table):
         if self.axis is None:
             if self.vocab_size < self.rows:  # torch would return rows of the padding
                 ids = torch.where(ids < self.vocab_size, ids, self.rows)
-            return look_up(self.weight, ids)
+            return self.rows_of(ids)
         row = ids - self.axis.rank * self.weight.shape[0]
         elsewhere = (row < 0) | (row >= self.weight.shape[0])
         strange = (ids < 0) | (ids >= self.vocab_size)
-        vectors = look_up(self.weight, row.masked_fill(elsewhere, 0))
+        vectors = self.rows_of(row.masked_fill(elsewhere, 0))
         # All ranks but one contribute zeros, so the sum is exact in any dtype.
         filler = torch.where(strange, torch.nan, 0.0).to(vectors.dtype)
         vectors = torch.where((elsewhere | strange)[..., None], filler[..., None], vectors)
@@ -168,7 +181,7 @@ class PositionEmbedding(_Table):
 
     def forward(self, positions: Tensor) -> Tensor:
         """Look up int64 positions `[...]`: `[..., width]`."""
-        return look_up(self.weight, positions)
+        return self.rows_of(positions)
 
 
 class OutputHead(_Table):
@@ -184,6 +197,7 @@ class OutputHead(_Table):
         super().__init__()
         self.config = config
         self.axis = axis_of(mesh, "tp")
+        self.fixed: InvariantProducts | None = None
         self.init_std = config.init_std
         self.tied = tied is not None
         if tied is None:
@@ -202,6 +216,28 @@ class OutputHead(_Table):
         if not self.tied:
             super().reset_parameters()
 
+    def fix_sums(self, tokens: TokenCut) -> None:
+        """See `FixedSums`; ValueError if the ranks do not divide the blocks of a width."""
+        super().fix_sums(tokens)
+        config, size = self.config, 1 if self.axis is None else self.axis.size
+        inner, outer = (
+            cut_blocks((config.hidden_size,)),
+            cut_blocks((config.padded_vocab_size,), size),
+        )
+        self.fixed = InvariantProducts(tokens, inner, outer)
+
+    def _fixed_logits(self, hidden: Tensor, products: InvariantProducts) -> Tensor:
+        """Logits `[..., rows / size]` of all tokens."""
+        cut = CutProduct(self.axis, "output", products.tokens.sequence_parallel, "ordered")
+        return applied(Multiply, hidden, self.weight, None, cut, products, None)
+
+    def _fixed_loss(self, hidden: Tensor, labels: Tensor, products: InvariantProducts) -> Tensor:
+        """The sum of the cross-entropies of labels `[tokens]`."""
+        config = self.config
+        chunk = config.loss_chunk or tokens_at_a_time(self.weight.shape[0])
+        sizes = config.padded_vocab_size, config.vocab_size, IGNORED, chunk
+        return VocabularyLoss(products, self.axis, *sizes)(hidden, self.weight, labels)
+
     def forward(
         self,
         hidden: Tensor,
@@ -219,20 +255,30 @@ class OutputHead(_Table):
         check_reduction(reduction)
         if self.config.logit_scale != 1.0:
             hidden = hidden * self.config.logit_scale
-        hidden = for_cut_layers(hidden, self.config, self.axis)
+        products = None if self.fixed is None else self.fixed.of(hidden)
+        if products is None:
+            hidden = for_cut_layers(hidden, self.config, self.axis)
         if labels is None:
-            logits = softcapped(F.linear(hidden, self.weight, self.bias), self.config.logit_softcap)
+            logits = (
+                softcapped(F.linear(hidden, self.weight, self.bias), self.config.logit_softcap)
+                if products is None
+                else self._fixed_logits(hidden, products)
+            )
             if self.axis is not None:
                 logits = gather_from(logits, self.axis.group, dim=-1)
             return logits[..., : self.config.vocab_size]
-        total = linear_cross_entropy(
-            hidden.flatten(0, -2),
-            self.weight,
-            labels.flatten(),
-            self.axis,
-            vocab_size=self.config.vocab_size,
-            chunk=self.config.loss_chunk,
-            bias=self.bias,
-            softcap=self.config.logit_softcap,
-        )
+        flat, labels = hidden.flatten(0, -2), labels.flatten()
+        if products is not None:
+            total = self._fixed_loss(flat, labels, products)
+        else:
+            total = linear_cross_entropy(
+                flat,
+                self.weight,
+                labels,
+                self.axis,
+                vocab_size=self.config.vocab_size,
+                chunk=self.config.loss_chunk,
+                bias=self.bias,
+                softcap=self.config.logit_softcap,
+            )
         return total / (labels != IGNORED).sum().clamp(min=1) if reduction == "mean" else total

@@ -49,7 +49,7 @@ from lamina.models.precision.fp8_products import Cut, Float8Products
 
 
 @dataclass(frozen=True)
-class _CutProduct:
+class CutProduct:
     """How the ranks of an axis share a product; an axis of None is one process.
 
     Each holds some rows of the weight (`side` is `output`) or some columns (`input`). With
@@ -78,7 +78,7 @@ class _CutProduct:
         return start_all_reduce(partial, self.group, in_place=True, **how)
 
 
-class _Multiply(torch.autograd.Function):
+class Multiply(torch.autograd.Function):
     """`x @ weight.T + bias`, whole or cut.
 
     With rows cut, sequence parallelism first gathers the tokens. Backward sums the input's gradient
@@ -95,7 +95,7 @@ class _Multiply(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        cut: _CutProduct,
+        cut: CutProduct,
         products: Products,
         queue: WeightGradientQueue | None,
     ) -> Tensor:
@@ -113,6 +113,7 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of input, weight and bias, those of them that are wanted."""
         x, weight, *kept = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         cut, by_rows = ctx.cut, ctx.cut.side == "output"
@@ -141,7 +142,7 @@ class _Multiply(torch.autograd.Function):
 def fixed_linear(x: Tensor, weight: Tensor, products: InvariantProducts) -> Tensor:
     """`x @ weight.T` of `[tokens, in]` with a whole weight, in the order of the model."""
     return applied(
-        _Multiply, x, weight, None, _CutProduct(None, "output", False, "ordered"),
+        Multiply, x, weight, None, CutProduct(None, "output", False, "ordered"),
         products.of(x), None,
     )  # fmt: skip
 
@@ -211,8 +212,8 @@ class _Projection(FixedSums, nn.Module):
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         # Ranks that hold columns add the bias to the sum of their products.
         first, last = (bias, None) if self.side == "output" else (None, bias)
-        cut = _CutProduct(self.axis, self.side, self.sequence_parallel, self.reduction)
-        y = applied(_Multiply, x, weight, first, cut, products, self.weight_queue)
+        cut = CutProduct(self.axis, self.side, self.sequence_parallel, self.reduction)
+        y = applied(Multiply, x, weight, first, cut, products, self.weight_queue)
         if last is None:
             return y
         if self.fixed is None:

@@ -102,7 +102,7 @@ def vocab_parallel_cross_entropy(
     _check("logits", logits, labels, chunk)
     axis = axis_of(mesh, "tp")
     check_ids("labels", labels, _total(logits.shape[-1], axis), ignore_index)
-    chunk = chunk or _tokens_at_a_time(logits.shape[-1])
+    chunk = chunk or tokens_at_a_time(logits.shape[-1])
     return applied(_CrossEntropy, logits, labels, axis, ignore_index, chunk)
 
 
@@ -153,7 +153,7 @@ def linear_cross_entropy(
     _check("hidden", hidden, labels, chunk)
     axis = axis_of(mesh, "tp")
     hidden, weight, _ = under_autocast(hidden, weight)
-    chunk = chunk or _tokens_at_a_time(weight.shape[0])
+    chunk = chunk or tokens_at_a_time(weight.shape[0])
     rows = _total(weight.shape[0], axis)
     vocab_size = rows if vocab_size is None else vocab_size
     if not 1 <= vocab_size <= rows:
@@ -198,7 +198,8 @@ def _total(columns: int, axis: MeshAxis | None) -> int:
     return columns * (1 if axis is None else axis.size)
 
 
-def _tokens_at_a_time(columns: int) -> int:
+def tokens_at_a_time(columns: int) -> int:
+    """The number of tokens whose logits of so many columns are in memory at a time."""
     return int(max(1024, 2**22 // max(columns, 1)))
 
 

@@ -10,16 +10,24 @@ from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.configs.elements import Activation, activation_of
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.base.weight_link import WeightLink, linked
+from lamina.models.invariance.fixed_sums import FixedSums
+from lamina.models.invariance.token_sums import TokenCut, by_elements
 from lamina.models.layers.linear import from_residual, into_residual
 
 
-class ActivationFunction(nn.Module):
+class ActivationFunction(FixedSums, nn.Module):
     """The function between two products, as a module, so that selective recomputation finds it."""
 
     def __init__(self, kind: str | Activation) -> None:
         super().__init__()
         self.kind = kind
         self.function, self.gated = activation_of(kind).function, activation_of(kind).gated
+
+    def fix_sums(self, tokens: TokenCut) -> None:
+        """See `FixedSums`; an `Activation` of the user's gives what its own operators give."""
+        super().fix_sums(tokens)
+        if isinstance(self.kind, str):
+            self.function = by_elements(self.kind)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., ffn]` to the same; a gated function takes `[..., 2 * ffn]`, the gate first."""

@@ -15,9 +15,12 @@ from lamina.models.base.applied import applied
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.elements import NormPart
 from lamina.models.base.mesh_axes import require_divisible
+from lamina.models.invariance.fixed_sums import FixedSums
+from lamina.models.invariance.norms import WidthSum, normalise
+from lamina.models.invariance.token_sums import TokenSum
 
 
-class _Norm(nn.Module):
+class _Norm(FixedSums, nn.Module):
     """What both norms have in common: parameters over the last dimension.
 
     `names` are those of the parameters that there are. With `zero_centred` the weight starts at
@@ -25,6 +28,8 @@ class _Norm(nn.Module):
     """
 
     names: ClassVar[tuple[str, ...]] = ("weight",)
+    centred: ClassVar[bool] = False
+    per_head = False
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -58,6 +63,21 @@ class _Norm(nn.Module):
         """What multiplies the normalised elements; None is one."""
         return 1.0 + self.weight if self.zero_centred and self.weight is not None else self.weight
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `[..., size]`; keeps x's dtype."""
+        if self.tokens is None:
+            return self.by_kernels(x)
+        # The norms of queries and keys see `[..., heads, size]`.
+        total = TokenSum(self.tokens.of(x), self.partial, self.per_head)
+        return normalise(
+            x, self.weight, self.bias, size=self.size, eps=self.eps, total=total,
+            centred=self.centred, plus_one=self.zero_centred,
+        )  # fmt: skip
+
+    def by_kernels(self, x: Tensor) -> Tensor:
+        """Normalise in whatever order a kernel has."""
+        raise NotImplementedError
+
     def extra_repr(self) -> str:
         """The width and `eps`, for printing."""
         return f"{self.size}, eps={self.eps}"
@@ -76,7 +96,7 @@ class RMSNorm(_Norm):
         torch.Size([2, 8])
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def by_kernels(self, x: Tensor) -> Tensor:
         """Normalise `[..., size]` with statistics in float32 or wider; keeps x's dtype."""
         factor = self.factor
         if x.device.type != "cpu" or factor is None:
@@ -126,13 +146,14 @@ class LayerNorm(_Norm):
     """
 
     names = ("weight", "bias")
+    centred = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def by_kernels(self, x: Tensor) -> Tensor:
         """Normalise `[..., size]`; the result has x's dtype."""
         return F.layer_norm(x, (self.size,), self.factor, self.bias, self.eps)
 
 
-class CutRMSNorm(nn.Module):
+class CutRMSNorm(FixedSums, nn.Module):
     """RMSNorm over a dimension that tensor-parallel ranks hold a piece of each.
 
     Args:
@@ -155,6 +176,11 @@ class CutRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., size / ranks]` by the mean square over all ranks."""
+        if self.tokens is not None:
+            return normalise(
+                x, self.weight, None, size=self.size, eps=self.eps,
+                total=TokenSum(self.tokens.of(x)), over=WidthSum.of_cut(self.size, self.axis),
+            )  # fmt: skip
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(dim=-1, keepdim=True)
         if self.axis is not None:

@@ -39,6 +39,32 @@ def test_the_host_waits_for_nothing_when_a_norm_over_a_mesh_is_taken(on_rank_0):
     assert asked == [0, 0]
 
 
+def test_a_unit_is_one_message_and_takes_few_launches_and_events(on_rank_0):
+    text = """
+        import torch
+        import lamina_virtual_gpu as virtual_gpu
+
+        start()
+        model, optimizer = sharded()
+        clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        train(model, optimizer, 3, clip)
+        virtual_gpu.reset()
+        train(model, optimizer, 1, clip)
+        seen = virtual_gpu.record()
+        copies = [n for name, (n, _) in seen.kernels.items() if "CopyFunctor" in name]
+        norms = [n for name, (n, _) in seen.kernels.items() if "LpNormFunctor" in name]
+        messages = [seen.collectives[name][0] for name in ("ncclAllGather", "ncclAlltoAll")]
+        units = len(list(model.parameter_groups()))
+        end([units, *messages, sum(copies), sum(norms), seen.calls["cudaEventRecord"]])
+    """
+    units, gathers, sums, copies, norms, events = on_rank_0(text)
+    assert sums == units
+    assert copies <= 5 * units  # of more gradients than that
+    assert norms == 1
+    # A message has two events of the backend's own, and a sum one more for who waits for it.
+    assert events <= 2 * (gathers + sums) + sums + 4
+
+
 def test_torchs_sanitizer_looks_at_a_step_with_released_weights(on_rank_0):
     text = """
         start()

@@ -1,10 +1,13 @@
 """Sums in slices: the bits of whole pieces, in memory that does not grow with the buffer."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from lamina.collectives.engine import Int8Blocks, OrderedReduction, bytes_received
+from lamina.collectives.reduction.ordered import message_bytes_on
 from lamina.mesh import make_host_groups
 from lamina_testing import Meter
 from lamina_testing.simulated import simulated_world
@@ -84,3 +87,11 @@ def test_all_reduces_and_codes_hold_what_the_formula_says(ranks, codec, scatter,
             assert held == said
         else:
             assert said <= held <= said + 2 * given.nbytes
+
+
+def test_on_a_gpu_three_messages_take_a_32nd_of_its_memory(monkeypatch):
+    """So a unit of 2 GiB is one message on a GPU of 80."""
+    memory = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    assert 3 * message_bytes_on(torch.device("cuda", 1)) == pytest.approx((80 << 30) / 32)
+    assert message_bytes_on(torch.device("cpu")) == 32 << 20

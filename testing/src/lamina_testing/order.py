@@ -393,8 +393,8 @@ def launches(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
         with recording.all_on_host():
             return agree(flags, *args, **kwargs)
 
-    def launched(handle: Any, group: Any, device: Any, begin: Any) -> Any:
-        return launch(handle, group, CUDA, begin)
+    def launched(handle: Any, group: Any, device: Any, begin: Any, **how: Any) -> Any:
+        return launch(handle, group, CUDA, begin, **how)
 
     def current_stream(device: object) -> Any:
         return torch.cuda.current_stream()

@@ -9,7 +9,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed import ProcessGroup, Work
 
 __all__ = [
+    "DeviceEnd",
     "all_gather_single",
     "get_in_thread",
     "has_ended",
@@ -51,7 +52,22 @@ def set_in_thread(key: str, value: object) -> None:
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
-def has_ended(event: torch.cuda.Event) -> bool:
+class DeviceEnd(Protocol):
+    """What a device comes to: an event, or the end of a collective of the backend."""
+
+    @property
+    def device(self) -> torch.device:
+        """Which device."""
+
+    def query(self) -> bool:
+        """Whether it has come to it."""
+        ...
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Have a stream come after it."""
+
+
+def has_ended(event: DeviceEnd) -> bool:
     """Whether the device has come to an event, for a thread beside those that use the device."""
     # Note [Events are asked in relaxed mode]
     # While a thread captures a CUDA graph in the default mode, another thread that asks an event
@@ -59,12 +75,12 @@ def has_ended(event: torch.cuda.Event) -> bool:
     # (`CUDAStreamCaptureModeGuard`). The device has to be the event's: a new thread has GPU 0, and
     # CUDA might make a context for it there. ROCm has neither that driver nor that name.
     if torch.version.hip:
-        return bool(event.query())  # type: ignore[no-untyped-call]
+        return event.query()
     driver, mode = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(_RELAXED)
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
         with torch.cuda.device(event.device):
-            return bool(event.query())  # type: ignore[no-untyped-call]
+            return event.query()
     finally:
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 

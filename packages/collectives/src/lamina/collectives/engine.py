@@ -32,7 +32,6 @@ from lamina.collectives.reduction.codec import (
     Int8Blocks,
 )
 from lamina.collectives.reduction.ordered import (
-    MESSAGE_BYTES,
     OrderedReduction,
     Reduction,
     SumOp,
@@ -45,7 +44,6 @@ from lamina.collectives.transport.peer_windows import open_window
 from lamina.collectives.transport.transport import use_messages
 
 __all__ = [
-    "MESSAGE_BYTES",
     "REGION_STEPS",
     "Agreement",
     "AllGather",

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import _foreach_copy_ as foreach_copy
 from torch import _foreach_norm as foreach_norm
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _will_engine_execute_node as will_execute
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
     "current_graph_task_id",
+    "foreach_copy",
     "foreach_norm",
     "function_transform",
     "graph_is_kept",

@@ -243,6 +243,20 @@ class PNorm:
             shares = list(map(torch.max if self.op == "max" else torch.min, sizes))
         return reduce(self.join, shares)
 
+    def shares(self, locals: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The shares of several plain tensors: fp64, [tensors].
+
+        On a GPU the squares of all of them are added by one kernel, in fp64 as well.
+        """
+        filled = [each for each in locals if each.numel()]
+        on_gpu = all(each.is_cuda and each.is_floating_point() for each in filled)
+        if self.order != 2 or not on_gpu or not filled:
+            return torch.stack([self.share(each) for each in locals])
+        # Its roots are squared again: in fp64 that is far below what the one rounding leaves.
+        norms = iter(aten._foreach_norm.Scalar(filled, 2, torch.float64))
+        nothing = self.empty(filled[0].device)  # torch would fill one for each empty tensor
+        return torch.stack([next(norms) if each.numel() else nothing for each in locals]).square_()
+
     @property
     def join(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Makes the share of two pieces from theirs."""
@@ -257,13 +271,13 @@ class PNorm:
         return total.sqrt() if self.order == 2 else total.pow(1.0 / self.order)
 
 
-def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> list[torch.Tensor]:
-    """Norms of whole tensors in fp64, with one communication for all of them.
+def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> torch.Tensor:
+    """Norms of whole tensors in fp64, [tensors], with one communication for all of them.
 
     NotImplementedError says that the tensors are cut over different ranks.
     """
     norm = PNorm(order)
-    shares = [norm.share(tensor._local) for tensor in tensors]
+    shares = norm.shares([tensor._local for tensor in tensors])
     cut = [index for index, tensor in enumerate(tensors) if tensor._spec.is_cut]
     if cut:
         spec = tensors[cut[0]]._spec
@@ -276,12 +290,17 @@ def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> list[
                     f"{other.where()}) in one call: use lamina.ddp.clip_grad_norm, which counts "
                     "every parameter once on every mesh"
                 )
+        if len(cut) == len(tensors):
+            return norm.root(reduce_over_ranks(spec, operation, shares, norm.op))
         # Picked in Python: an index tensor would be copied from pageable memory, and the host
         # would wait for the device.
-        whole = reduce_over_ranks(spec, operation, torch.stack([shares[i] for i in cut]), norm.op)
+        rows = list(shares.unbind())
+        of_cut = torch.stack([rows[index] for index in cut])
+        whole = reduce_over_ranks(spec, operation, of_cut, norm.op)
         for index, share in zip(cut, whole.unbind(), strict=True):
-            shares[index] = share
-    return list(norm.root(torch.stack(shares)).unbind())
+            rows[index] = share
+        shares = torch.stack(rows)
+    return norm.root(shares)
 
 
 def _refuse_parts(operation: str, tensors: Sequence[SpanTensor]) -> None:
@@ -299,8 +318,14 @@ def _refuse_parts(operation: str, tensors: Sequence[SpanTensor]) -> None:
             )
 
 
-def _rounded(norm: torch.Tensor, tensor: SpanTensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return norm.to(dtype or torch.empty(0, dtype=tensor.dtype).abs().dtype)
+def _rounded(
+    norms: torch.Tensor, tensors: Sequence[SpanTensor], dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """Each of the norms of tensors in its dtype: rounded at once where that is one."""
+    kinds = [dtype or tensor.dtype.to_real() for tensor in tensors]
+    if len(set(kinds)) == 1:
+        return list(norms.to(kinds[0]).unbind())
+    return [norm.to(kind) for norm, kind in zip(norms.unbind(), kinds, strict=True)]
 
 
 @HANDLERS.handles(
@@ -320,8 +345,8 @@ def _norm(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     refuse_dims(func, tensor, dim, keepdim)
-    (norm,) = _norms(str(func), [tensor], 2.0 if order is None else float(order))
-    return _rounded(norm, tensor, dtype)
+    norms = _norms(str(func), [tensor], 2.0 if order is None else float(order))
+    return _rounded(norms, [tensor], dtype)[0]
 
 
 @HANDLERS.handles(aten._foreach_norm.Scalar)
@@ -333,9 +358,10 @@ def _foreach_norm(
 ) -> list[torch.Tensor]:
     sharded = [tensor for tensor in tensors if isinstance(tensor, SpanTensor)]
     _refuse_parts("torch._foreach_norm", sharded)
-    norms = iter(_norms("torch._foreach_norm", sharded, float(order)))
+    rounded = _rounded(_norms("torch._foreach_norm", sharded, float(order)), sharded, dtype)
+    norms = iter(rounded)
     return [
-        _rounded(next(norms), tensor, dtype)
+        next(norms)
         if isinstance(tensor, SpanTensor)
         else torch.linalg.vector_norm(tensor, order, dtype=dtype)
         for tensor in tensors

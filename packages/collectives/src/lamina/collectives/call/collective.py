@@ -26,6 +26,13 @@ once. On CUDA no `record_stream` is used, which would make memory use depend on 
 stay referenced until `wait` has ordered the caller's stream behind the collective, after which the
 allocator's own stream order protects them.
 
+Note [The backend has streams of its own]
+NCCL's messages are queued on a stream of the communicator, which comes after the stream that was
+current when they were posted. So a collective that only posts is posted from the caller's stream,
+and a gather needs neither a stream nor an event of ours: its end is the backend's. A sum is
+launched on the lane's stream, which comes after the messages, and so after the caller's stream.
+Where a recorder wants the device's times, everything goes over the lane's stream, between events.
+
 Note [A plain step pays for no names]
 A step makes dozens of collectives, and most runs have neither a profiler nor a ledger. So a name is
 put together only where somebody reads it: the purpose is a string that is set and reset, spans look
@@ -48,6 +55,7 @@ from torch.profiler import record_function
 
 from lamina.collectives.call.checks import require_disjoint, require_flat, require_same_device
 from lamina.collectives.compat import (
+    DeviceEnd,
     get_in_thread,
     is_in_thread,
     profiling,
@@ -56,7 +64,7 @@ from lamina.collectives.compat import (
 )
 from lamina.collectives.transport.groups import served_by_gloo, where
 from lamina.collectives.transport.lanes import ALONE, Call, Job, Lane, lane_of, lanes
-from lamina.collectives.transport.transport import Completion
+from lamina.collectives.transport.transport import BackendEnd, Completion
 from lamina.mesh.engine import Activity, Wait, host_runs, live_group, running_watchdog
 
 _LOOK_AROUND = 1.0  # seconds
@@ -222,31 +230,47 @@ class _EndOnDevice:
 
     If it is dropped before anybody has waited, `keep` is about to be freed on that stream, which
     therefore comes after the collective first. On a CPU the lane's thread holds the tensors.
+    `event` is recorded after the collective, or the end of what the backend has queued alone.
     """
 
-    __slots__ = ("_job", "_keep", "event", "stream")
+    __slots__ = ("_call", "_job", "_keep", "event", "stream")
 
     def __init__(
         self,
-        event: torch.cuda.Event,
+        call: Call,
+        event: DeviceEnd,
         stream: torch.cuda.Stream,
         job: Job | None,
         keep: tuple[object, ...],
     ) -> None:
-        self.event: torch.cuda.Event | None = event
+        self.event: DeviceEnd | None = event
         """After the collective on its own stream; None once somebody has waited."""
         self.stream = stream
-        self._job, self._keep = job, keep
+        self._call, self._job, self._keep = call, job, keep
 
     def forget(self) -> None:
-        """Somebody has waited: nothing is left to do when it is dropped."""
+        """Nothing is left to do when it is dropped."""
         self.event, self._keep = None, ()
+
+    def reach(self, stream: torch.cuda.Stream) -> None:
+        """Have a stream come after it."""
+        event, call = self.event, self._call
+        if event is None:
+            return
+        event.wait(stream)
+        self.forget()
+        # The backend's own end keeps the output alive. A watchdog asks an event in its place.
+        if isinstance(event, BackendEnd) and call.device_ended is event:
+            call.device_ended = None
+            if running_watchdog() is not None:
+                call.device_ended = ended = _event(False)
+                ended.record(stream)
 
     def __del__(self) -> None:
         if self.event is not None:
             if self._job is not None:
                 self._job.wait()
-            self.stream.wait_event(self.event)
+            self.reach(self.stream)
 
 
 class Handle:
@@ -287,8 +311,7 @@ class Handle:
                     if watchdog is not None and watchdog.gives_up() is not None:
                         raise RuntimeError("the collective cannot end any more")
                 if (end := self._end) is not None and end.event is not None:
-                    torch.cuda.current_stream(end.stream.device).wait_event(end.event)
-                    end.forget()
+                    end.reach(torch.cuda.current_stream(end.stream.device))
             self._pending = False  # not after a failure, which every further wait reports again
         except RuntimeError as error:
             raise_for(error, call, self._lane)
@@ -384,6 +407,8 @@ class Collective:
     """What overlap of the two is allowed, for the message that refuses another one."""
     _in_place: int | None = None
     """How many bytes after the output the input begins where it may share memory with it."""
+    _only_posts = False
+    """Whether all that a start does on a GPU is to give the backend messages."""
     _transfer: Callable[[torch.Tensor, torch.Tensor], Completion]
     """Posts the messages from input to output and returns what is left to do."""
 
@@ -442,7 +467,8 @@ class Collective:
         kind = self.op, self._lane, self._wire_dtype
         call = issue(*kind, self._sent, between=self._leaving, async_op=async_op)
         transfer = partial(self._transfer, output, input)
-        return launch(Handle(call, (output, input)), self._lane, self.device, transfer)
+        handle = Handle(call, (output, input))
+        return launch(handle, self._lane, self.device, transfer, only_posts=self._only_posts)
 
 
 def launch(
@@ -450,13 +476,15 @@ def launch(
     lane: Lane,
     device: torch.device,
     begin: Callable[[], Completion],
+    *,
+    only_posts: bool = False,
 ) -> AnyHandle:
     """Run a collective and return its handle.
 
     The handle holds the record, and the tensors that must outlive the collective. One rank alone is
     never asynchronous. `begin` posts the messages without blocking and
     returns what is left to do once they are under way (wait for them, sum, copy back), which an
-    asynchronous call leaves to the lane.
+    asynchronous call leaves to the lane. With `only_posts` it queues no work of its own on a GPU.
     """
     call = handle._call
     # Who waits at once anyway needs no other thread, and one rank alone waits for nobody.
@@ -465,7 +493,7 @@ def launch(
     try:
         with record_function(call.title()) if profiling() else _NO_SPAN:
             if device.type == "cuda":
-                _launch_on_cuda(handle, beside, device, begin)
+                _launch_on_cuda(handle, beside, device, begin, only_posts)
             else:
                 complete = begin()
                 if beside is None:
@@ -480,35 +508,62 @@ def launch(
 
 
 def _launch_on_cuda(
-    handle: Handle, lane: Lane | None, device: torch.device, begin: Callable[[], Completion]
+    handle: Handle,
+    lane: Lane | None,
+    device: torch.device,
+    begin: Callable[[], Completion],
+    only_posts: bool,
 ) -> None:
     call = handle._call
     current = torch.cuda.current_stream(device)
     side = current if lane is None else lane.stream(device)
-    started, ended = _event(call.recorded), _event(call.recorded)
-    if call.recorded:
-        call.device_events = [started, ended]
-    # The input may still be written on the caller's stream.
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        started.record()
+    if timed := call.recorded:
+        call.device_events = [_event(True), _event(True)]
+    if only_posts and not timed:
+        # See Note [The backend has streams of its own].
         complete = begin()
+    else:
+        # The input may still be written on the caller's stream.
+        if side != current:
+            side.wait_stream(current)
+        with torch.cuda.stream(side):
+            if call.device_events is not None:
+                call.device_events[0].record()
+            complete = begin()
+    if call.async_op and isinstance(complete, BackendEnd) and not timed:
+        ended: DeviceEnd = complete
+    else:
+        ended = _complete_on(side, handle, lane, device, complete)
+    if call.async_op:  # of one rank too: who waits may be on another stream than who has called
+        handle._end = _EndOnDevice(call, ended, current, handle._job, handle._keep)
+    if lane is not None and not torch.cuda.is_current_stream_capturing():
+        call.device_ended = ended  # an event of a graph has no end of its own
+
+
+def _complete_on(
+    side: torch.cuda.Stream,
+    handle: Handle,
+    lane: Lane | None,
+    device: torch.device,
+    complete: Completion,
+) -> torch.cuda.Event:
+    """Complete a collective on its own stream, on whichever thread, and return an event after."""
+    events = handle._call.device_events
+    ended = _event(False) if events is None else events[1]
 
     def finish() -> None:
         """Complete it on its own stream, whichever thread does."""
         with torch.cuda.device(device), torch.cuda.stream(side):
             complete()
-            ended.record()
+            if handle._call.async_op or events is not None:  # who is on the stream needs no event
+                ended.record()
 
     # gloo blocks the host, so the lane's thread completes it. For NCCL a stream is enough.
     if lane is not None and served_by_gloo(lane.group, device):
-        handle._job = lane.worker.submit(finish, call)
+        handle._job = lane.worker.submit(finish, handle._call)
     else:
         finish()
-    if call.async_op:  # of one rank too: who waits may be on another stream than who has called
-        handle._end = _EndOnDevice(ended, current, handle._job, handle._keep)
-    if lane is not None and not torch.cuda.is_current_stream_capturing():
-        call.device_ended = ended  # an event of a graph has no end of its own
+    return ended
 
 
 def _event(timed: bool) -> torch.cuda.Event:

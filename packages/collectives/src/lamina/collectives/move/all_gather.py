@@ -38,6 +38,7 @@ class AllGather(Collective):
         self._in_place = self.rank * input.nbytes
         route = route_for(group, piece, total, self.device)
         self._transfer, self._nbytes, self._run = route.gather, input.nbytes, route.run
+        self._only_posts = route.only_posts
 
     def _leaving(self, near: Sequence[int]) -> int:
         return self._nbytes * (self.size - len(near)) // self._run

@@ -14,7 +14,7 @@ from lamina.collectives.call.checks import (
     require_same_device,
 )
 from lamina.collectives.call.collective import Handle, issue, launch
-from lamina.collectives.transport.groups import where
+from lamina.collectives.transport.groups import served_by_gloo, where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import exchange_rows
 
@@ -77,7 +77,8 @@ def all_to_all(
     # Only given splits can be uneven on another rank, which a backend then has to know.
     even = output_splits is None and input_splits is None
     start = partial(exchange_rows, output, input, receives, sends, group, even=even)
-    return launch(Handle(call, (output, input)), lane, device, start)
+    by_backend = lane.size > 1 and not served_by_gloo(group, device)
+    return launch(Handle(call, (output, input)), lane, device, start, only_posts=by_backend)
 
 
 def _check_tensors(output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None) -> None:

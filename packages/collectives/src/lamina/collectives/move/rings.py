@@ -23,7 +23,7 @@ from lamina.collectives.call.collective import Handle, Pending, issue, launch
 from lamina.collectives.compat import one_graph_break
 from lamina.collectives.transport.groups import served_by_gloo, where
 from lamina.collectives.transport.lanes import lane_of
-from lamina.collectives.transport.transport import Completion, end_of, exchange, nothing_left
+from lamina.collectives.transport.transport import Completion, exchange, nothing_left
 
 Message: TypeAlias = dist.P2POp
 """A send or a receive that has not been issued."""
@@ -104,7 +104,7 @@ def send_recv(
             if tensor.numel()
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        return lambda: [end_of(work)() for work in works]
+        return lambda: [work.wait() for work in works]
 
     handle = launch(Handle(call, (*sends, *received)), lane, device, post)
     return Pending(handle, lambda: received)

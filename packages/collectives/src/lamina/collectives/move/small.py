@@ -89,7 +89,7 @@ def broadcast(
         if group is None or size == 1 or payload.numel() == 0 or payload.is_meta:
             return nothing_left
         work = dist.broadcast(payload, group=group, group_src=src, async_op=True)
-        return end_of(work)
+        return end_of(work, tensor.device)
 
     return launch(Handle(call, (tensor,)), lane, tensor.device, start)
 
@@ -167,7 +167,7 @@ class SmallReduction:
                 return nothing_left
             op = _BACKEND[self._op]
             work = dist.all_reduce(packed, op, self._lane.group, async_op=True)
-            return nothing_left if work is None else work.wait
+            return end_of(work, self._device)
 
         launch(Handle(call, (packed,)), self._lane, self._device, start)
         pieces = torch.split(packed, [tensor.numel() for tensor in tensors])

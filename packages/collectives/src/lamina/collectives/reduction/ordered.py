@@ -40,9 +40,17 @@ from lamina.collectives.transport.lanes import SumBuffers, lane_of
 from lamina.collectives.transport.transport import Chunks, Completion, route_for
 from lamina.mesh.engine import host_groups, host_runs
 
-MESSAGE_BYTES = 32 << 20
-"""Bytes of a slice, in which a backend brings large reduce-scatters. See Note [Sums in slices]."""
 _SLICES_AT_ONCE = 3
+_PART_OF_A_GPU = 32 * _SLICES_AT_ONCE
+_OFF_GPUS = 32 << 20  # bytes, where a backend without a GPU is simulated
+
+
+def message_bytes_on(device: torch.device) -> int:
+    """Bytes of a slice by default: three take a 32nd of a GPU. See Note [Sums in slices]."""
+    if device.type != "cuda":
+        return _OFF_GPUS
+    return int(torch.cuda.get_device_properties(device).total_memory) // _PART_OF_A_GPU
+
 
 SumOp: TypeAlias = Literal["sum", "avg"]
 """What a reduction makes of the terms; who adds them is the class of the reduction."""
@@ -75,7 +83,7 @@ class Reduction(Collective):
         scatter: keep this rank's piece of the sum, an N-th of `input`; else the whole.
         op: "sum", or "avg" to divide by the number of ranks.
         codec: how gradients become what travels; a cast to the dtype of `input` (none) if None.
-        message_bytes: of a slice; see Note [Sums in slices].
+        message_bytes: of a slice, see Note [Sums in slices]; None for `message_bytes_on`.
 
     Raises:
         ValueError: op, codec, dtypes, sizes, strides or devices that don't fit.
@@ -101,13 +109,14 @@ class Reduction(Collective):
         scatter: bool,
         op: SumOp = "sum",
         codec: GradientCodec | None = None,
-        message_bytes: int = MESSAGE_BYTES,
+        message_bytes: int | None = None,
     ) -> None:
         name = f"{'reduce_scatter' if scatter else 'all_reduce'}_{self.suffix}"
         if op not in ("sum", "avg"):
             raise ValueError(f"{name} {where(group)}: op must be 'sum' or 'avg', not {op!r}")
         super().__init__(name, output, input, group)
-        self.scatter, self.sum_op, self._message_bytes = scatter, op, message_bytes
+        self.scatter, self.sum_op = scatter, op
+        self._message_bytes = message_bytes or message_bytes_on(self.device)
         if input.dtype not in WIRE_DTYPES:
             raise ValueError(
                 f"{name} {where(group)}: `input` is {input.dtype}; the wire dtype must be one of "
@@ -181,7 +190,7 @@ class Reduction(Collective):
         far = partial(self._between_hosts, width)
         call = issue(self.op, self._lane, self._wire_dtype, sent, between=far, async_op=async_op)
         handle = ReduceHandle(call, (output, input, begin), kept)
-        return launch(handle, self._lane, self.device, begin)
+        return launch(handle, self._lane, self.device, begin, only_posts=self._only_posts)
 
     def _between_hosts(self, width: int, near: Sequence[int]) -> int:
         """Bytes for other ranks than `near`, those of this host; sums take `width` bytes each."""
@@ -290,7 +299,7 @@ def bytes_received(
     numel: int,
     wire: torch.dtype,
     device: torch.device,
-    message_bytes: int = MESSAGE_BYTES,
+    message_bytes: int | None = None,
     *,
     scatter: bool = True,
     codec: GradientCodec | None = None,
@@ -313,7 +322,8 @@ def bytes_received(
     # Pieces that end within a block of the codec cannot be summed in two exchanges.
     hosts = None if numel // size % how.block else hosts
     # gloo sends uneven pieces straight from the buffer; a backend needs whole ones, packed.
-    even, width = not served_by_gloo(group, device), _slice_width(size, wire, message_bytes)
+    even = not served_by_gloo(group, device)
+    width = _slice_width(size, wire, message_bytes or message_bytes_on(device))
     terms, wide = how.items(numel // size) * size * how.dtype.itemsize, how.sum_dtype.itemsize
     # Codes lie beside the gradients; on a GPU so do the numbers that arriving codes stand for.
     total = terms + even * numel * wide if coded else 0
@@ -352,8 +362,9 @@ class OrderedReduction(Reduction):
     same slice of all pieces is packed into a message. It is summed while the next one flies. Three
     messages serve any number of slices: the memory that was sent from receives the next slice,
     because a communicator runs its all-to-alls in order, and what was summed is packed into next.
-    A sum is element by element, so slices do not change its bits. Packing is one pass over memory.
-    See docs/decisions/0316-sums-in-slices.md.
+    A sum is element by element, so slices do not change its bits. Packing is one pass over memory,
+    and each slice is a message, launches and waits. So by default only a unit that takes more than
+    a 32nd of its GPU is cut. See docs/decisions/0316-sums-in-slices.md and 0321.
     """
 
     suffix = "fp32"
@@ -381,6 +392,9 @@ class OrderedReduction(Reduction):
         exchanged = self.size > 1 and self._exchanges[0].route.needs_scratch
         if even and exchanged and self.scatter and self._sends_input:
             self._slices = self._cut(hosts) or self._slices
+        # What is encoded or packed before it is sent takes a stream beside the caller's.
+        posts = exchanged and self._exchanges[0].route.only_posts and self._sends_input
+        self._only_posts = posts and len(self._slices) == 1
         start = sum(exchange.own.start for exchange in self._exchanges)
         self._own = slice(start, start + self._exchanges[-1].numel)  # of what all ranks gather
         self._sent = sum(exchange.sent for exchange in self._exchanges)

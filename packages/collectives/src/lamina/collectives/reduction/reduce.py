@@ -21,7 +21,7 @@ from lamina.collectives.compat import reduce_scatter_single
 from lamina.collectives.reduction.codec import Cast, GradientCodec, Wire
 from lamina.collectives.reduction.ordered import OrderedReduction, Reduction, Sum, SumOp
 from lamina.collectives.reduction.summation import Epilogue, sum_chunks
-from lamina.collectives.transport.groups import where
+from lamina.collectives.transport.groups import served_by_gloo, where
 from lamina.collectives.transport.transport import Completion, end_of
 
 _BACKEND = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
@@ -44,6 +44,8 @@ class NativeReduction(Reduction):
         trips = 1 if self.scatter else 2
         self._sent = trips * (self.size - 1) * self._piece * self._wire_dtype.itemsize
         self._wire = Wire(Cast(self._wire_dtype))
+        by_backend = self.size > 1 and not served_by_gloo(self.group, self.device)
+        self._only_posts = self.scatter and by_backend
         self._backend_op, self.sum_op = _BACKEND[self.sum_op], "sum"
 
     def _ready(self, task: Sum) -> Callable[[], Completion]:
@@ -68,7 +70,7 @@ class NativeReduction(Reduction):
 
     def _finish(self, work: Work | None, task: Sum, total: torch.Tensor) -> None:
         """Wait for the backend's sum; bring it, scaled and measured, to where it was asked for."""
-        end_of(work)()
+        end_of(work, self.device)()
         if total is not task.output or task.epilogue != Epilogue():
             sum_chunks([total], task.output, task.epilogue, self._wire)
 

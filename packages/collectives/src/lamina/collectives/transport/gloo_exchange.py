@@ -224,7 +224,7 @@ class GlooRoute:
     rank there. All of it is messages of the one group.
     """
 
-    needs_scratch = False
+    needs_scratch = only_posts = False
 
     def __init__(self, group: ProcessGroup, piece: int, total: int, unit: int = 1) -> None:
         rank, size = group.rank(), group.size()

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from lamina.collectives.compat import has_ended
+from lamina.collectives.compat import DeviceEnd, has_ended
 from lamina.collectives.transport.groups import no_group
 from lamina.collectives.transport.shared_host import HostPeer, find_host_peers
 from lamina.mesh.engine import ends_with_groups, group_ref, ranks_of
@@ -66,7 +66,8 @@ class Call:
         device_events: on CUDA, the timing events before and after the collective on its stream, for
             recorders that want the device's times, and then that of the moment the compute stream
             reached the first `wait`; None elsewhere.
-        device_ended: on CUDA, the event after the collective on its stream.
+        device_ended: on CUDA, the event after the collective on its stream, or the backend's own
+            end of it.
         purpose: the unit or bucket that it is for, in words.
         number: how many collectives this rank has begun in the group, this one included.
         is_recorded: whether a recorder has it.
@@ -82,7 +83,7 @@ class Call:
     finished_ns: int | None = None
     waited_ns: int | None = None
     device_events: list[torch.cuda.Event] | None = None
-    device_ended: torch.cuda.Event | None = None
+    device_ended: DeviceEnd | None = None
     purpose: str = ""
     number: int = 0
     between: int = 0

@@ -172,7 +172,7 @@ class PeerChunks:
 class PeerRoute:
     """How equal pieces travel between ranks that have a window; arguments as in `Route`."""
 
-    needs_scratch = False
+    needs_scratch = only_posts = False
     tags = run = 1
 
     def __init__(self, window: PeerWindow) -> None:

@@ -67,6 +67,8 @@ class Route(Protocol):
     """Whether `collect` needs memory of the caller's: one piece for every rank, this one too."""
     tags: int
     """How many tags that follow each other a gather takes."""
+    only_posts: bool
+    """Whether `gather` and `collect` queue nothing on a GPU but the backend's messages."""
     run: int
     """Ranks of a host of which one alone is sent a piece of another host, in a gather."""
 
@@ -118,7 +120,7 @@ def route_for(
 class _LocalRoute:
     """A group of one, or meta tensors: nothing travels."""
 
-    needs_scratch = False
+    needs_scratch = only_posts = False
     tags = run = 1
 
     def gather(
@@ -159,7 +161,7 @@ class _BackendRoute:
 
     def __init__(self, group: ProcessGroup, piece: int, total: int, device: torch.device) -> None:
         self._ref, self._size, self._rank = GroupRef(group), group.size(), group.rank()
-        self._device, self._by_backend = device, not served_by_gloo(group, device)
+        self._device, self.only_posts = device, not served_by_gloo(group, device)
         # Without a call for each rank: there may be thousands. The last piece may be shorter.
         full, rest = divmod(total, max(piece, 1))
         self._lengths = ([piece] * full + [rest] + [0] * self._size)[: self._size]
@@ -169,9 +171,9 @@ class _BackendRoute:
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
     ) -> Completion:
         """By the backend's all-gather, or by messages through the host."""
-        if self._by_backend:
+        if self.only_posts:
             work = all_gather_single(output, input, group=self._ref.group, async_op=True)
-            return end_of(work)
+            return end_of(work, self._device)
         pieces = list(enumerate(torch.split(output, self._lengths)))
         sends = [(peer, input) for peer, _ in pieces]
         complete = exchange(sends, pieces, self._ref.group, self._device, tag)
@@ -186,9 +188,9 @@ class _BackendRoute:
         """By the backend's all-to-all, or by messages through the host; into `scratch`."""
         assert scratch is not None  # noqa: S101 - the caller asks `needs_scratch`
         group, rows = self._ref.group, scratch[: self._size * self._room[0]]
-        if self._by_backend:  # asked once, as a sum in slices comes here for each of them
+        if self.only_posts:  # asked once, as a sum in slices comes here for each of them
             work = dist.all_to_all_single(rows, input, group=group, async_op=True)
-            return _Rows(rows.view(self._size, -1), end_of(work))
+            return _Rows(rows.view(self._size, -1), end_of(work, self._device))
         ends = exchange_rows(rows, input, self._room, self._lengths, group, even=True, tag=tag)
         return _Rows(rows.view(self._size, -1), ends)
 
@@ -245,7 +247,7 @@ def exchange_rows(
         splits = (None, None) if even else (list(receives), list(sends))
         tensors = output, input, splits[0], splits[1]
         work = dist.all_to_all_single(*tensors, group=group, async_op=True)
-        return end_of(work)
+        return end_of(work, input.device)
     # The own run is copied beside the messages, which do not bring it.
     runs, room = torch.split(input, list(sends)), torch.split(output, list(receives))
     pairs = list(enumerate(runs)), list(enumerate(room))
@@ -262,9 +264,31 @@ def _gloo_exchange(
     return GlooExchange(lane_of(group), sends, incoming, dtype, tag, direct=direct)
 
 
-def end_of(work: Work | None) -> Completion:
+class BackendEnd:
+    """The end of a collective of the backend: called, waited for and asked as an event is."""
+
+    __slots__ = ("_work", "device")
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        self._work, self.device = work, device
+
+    def __call__(self) -> None:
+        """Wait for it, on a GPU with the current stream."""
+        self._work.wait()
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Have a stream wait for it."""
+        with torch.cuda.stream(stream):
+            self._work.wait()
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        return self._work.is_completed()
+
+
+def end_of(work: Work | None, device: torch.device) -> Completion:
     """What waits for a collective of the backend; None is a call that had nothing to do."""
-    return nothing_left if work is None else work.wait
+    return nothing_left if work is None else BackendEnd(work, device)
 
 
 def _staged(sends: Pairs, receives: Pairs, group: ProcessGroup, tag: int) -> Completion:

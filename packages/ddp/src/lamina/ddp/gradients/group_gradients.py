@@ -28,6 +28,7 @@ from lamina.buffers import BufferLayout, FlatBuffer, ShardedTensor
 from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives import Handle
 from lamina.collectives.engine import GradientCodec, Reduction
+from lamina.ddp.compat import foreach_copy
 from lamina.ddp.gradients.states import (
     COMPLETED,
     FINAL,
@@ -55,6 +56,9 @@ class Squares:
     value: torch.Tensor
     pieces: tuple[bool, bool]
 
+
+_PARTS_TO_COPY = 8
+"""Of a group's bytes: at most one of them waits to be copied."""
 
 SumSteps = Generator[Handle, None, Squares | None]
 """Yields the handles of a sum's collectives to be waited for, and returns its squares."""
@@ -177,6 +181,41 @@ class AxisSum(RankSum):
         return Squares(handle.squared_norm, (False, self.inner_sharded or reduction.piecewise))
 
 
+class _Copies:
+    """Copies of gradients to their places that are still to be made.
+
+    Note [Gradients are copied together]
+        On a GPU a copy is a launch, and a block has as many small gradients as large ones. So what
+        autograd brings waits, and one launch copies all that has come. It waits until the unit is
+        reduced, or until more than `limit` bytes wait, which bounds what is held twice. On a CPU a
+        gradient is copied at once, while it is in cache.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.forget()
+
+    def forget(self) -> None:
+        """Make none of them."""
+        self._places: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+        self._nbytes = 0
+
+    def add(self, place: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Copy a gradient, now or before `make` returns."""
+        self._places.append(place)
+        self._gradients.append(gradient)
+        self._nbytes += gradient.nbytes
+        if self._nbytes > self._limit:
+            self.make()
+
+    def make(self) -> None:
+        """Make all of them."""
+        if self._places:
+            foreach_copy(self._places, self._gradients)
+            self.forget()
+
+
 class LocalGradients:
     """This rank's own gradients of a group, from autograd until a reduction sends them.
 
@@ -204,6 +243,7 @@ class LocalGradients:
         self._views: list[torch.Tensor] = []
         self.written = [False] * len(self._spans)
         """Which parameters have a gradient in the buffer; of others its bytes mean nothing."""
+        self._copies = _Copies(group.wire_bytes // _PARTS_TO_COPY)
         # Gradients of spans that belong into the buffer as soon as there has to be one: elements
         # (start, stop) of the parameter, and the gradient.
         self._of_spans: dict[int, tuple[int, int, torch.Tensor]] = {}
@@ -237,6 +277,7 @@ class LocalGradients:
         """It has ended, and all that it brought is where it belongs."""
         if self._of_spans:
             self._add_spans()
+        self._copies.make()
         self.by_layers.clear()
         self.phase = BackwardPhase.IDLE
 
@@ -261,8 +302,12 @@ class LocalGradients:
             sums, wire = self._group.sum_dtype, self._group.dtypes.wire
             narrow = self._is_last and not self._layers_write and wire.itemsize < sums.itemsize
             self._open(wire if narrow else sums)
-        self._views[index].copy_(gradient)
-        self.written[index] = True
+        view, self.written[index] = self._views[index], True
+        # Between backwards nothing would end the wait. See Note [Gradients are copied together].
+        if view.is_cuda and self.phase is not BackwardPhase.IDLE:
+            self._copies.add(view, gradient)
+        else:
+            view.copy_(gradient)
 
     def add_span(self, index: int, gradient: ShardedTensor, ranks: int) -> None:
         """Add the gradient that a main parameter got of which each rank has a span.
@@ -330,6 +375,7 @@ class LocalGradients:
         """One parameter's gradient in the buffer, shaped like the parameter."""
         if self.buffer is None:
             self._open(self._group.sum_dtype)
+        self._copies.make()  # whoever asks may read it
         return self._views[index]
 
     def _open(self, dtype: torch.dtype) -> torch.Tensor:
@@ -360,6 +406,7 @@ class LocalGradients:
 
     def _widen(self) -> None:
         """Something is to be added: a buffer in the wire dtype becomes one in the dtype of sums."""
+        self._copies.make()
         narrow, dtype = self.buffer, self._group.sum_dtype
         if narrow is not None and narrow.dtype != dtype:
             self._open(dtype).copy_(narrow)
@@ -374,6 +421,7 @@ class LocalGradients:
         self._mix()
         if self._of_spans:
             self._add_spans()
+        self._copies.make()
         # A rank without gradients takes part as well, with zeros.
         buffer = self.buffer if self.buffer is not None else self._open(self._group.sum_dtype)
         for start, stop in self._padding:
@@ -391,6 +439,7 @@ class LocalGradients:
 
     def drop(self, index: int) -> None:
         """Forget one parameter's gradient."""
+        self._copies.make()  # not after its place was taken for empty
         self.written[index] = False
 
     def discard(self) -> None:
@@ -407,6 +456,7 @@ class LocalGradients:
 
     def _forget(self) -> None:
         self.buffer, self._views = None, []
+        self._copies.forget()
         self._of_spans.clear()
         self.written = [False] * len(self._spans)
 

@@ -24,7 +24,6 @@ from lamina.buffers import FlatBuffer
 from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives import Handle, all_gather_into, all_to_all, reduce_scatter_fp32
 from lamina.collectives.engine import (
-    MESSAGE_BYTES,
     Checksums,
     ErrorFeedback,
     GradientCodec,
@@ -261,14 +260,14 @@ class GradientReduction:
 
     `make` makes the sum of one group, at a cadence of its own or, with None, of the strategy. A
     rank that `keeps_losses` keeps what its wire has lost: one fp32 number per element. Backends
-    (NCCL) bring large ordered sums in slices of `message_bytes`.
+    (NCCL) bring large ordered sums in slices of `message_bytes`, by default by the GPU's memory.
     """
 
     name: str
     make: RankSumFactory
     cadence: Cadence | None = None
     keeps_losses: bool = False
-    message_bytes: int = MESSAGE_BYTES
+    message_bytes: int | None = None
 
 
 Codec = Callable[[torch.Tensor, bool], GradientCodec | None]
@@ -279,7 +278,7 @@ def _over_axes(
     codec: Callable[[], Codec] | None = None,
     *,
     averages: bool = False,
-    message_bytes: int = MESSAGE_BYTES,
+    message_bytes: int | None = None,
 ) -> RankSumFactory:
     """Makes sums over axes; with `averages` the collectives divide by the ranks already.
 
@@ -342,7 +341,7 @@ def resolve_reduction(
     average: bool = False,
     *,
     per_token: bool = False,
-    message_bytes: int = MESSAGE_BYTES,
+    message_bytes: int | None = None,
 ) -> GradientReduction:
     """The reduction that settings ask for.
 
@@ -355,7 +354,8 @@ def resolve_reduction(
         average: let the backend average instead of sum, where it is the backend that adds. The
             ordered sum is scaled in fp32 as it is stored, whatever this says.
         per_token: sums are left for `finalize_grads` to divide.
-        message_bytes: of the slices in which a backend (NCCL) brings large ordered sums.
+        message_bytes: of the slices in which a backend (NCCL) brings large ordered sums; None
+            chooses by the memory of the GPU.
 
     Raises:
         ValueError: for messages of no bytes or of a size that the reduction does not take, an
@@ -370,9 +370,9 @@ def resolve_reduction(
     if reduction not in _REDUCTIONS:
         known = ", ".join(map(repr, _REDUCTIONS))
         raise ValueError(f"reduction={reduction!r} is not known; choose one of {known}")
-    if message_bytes < 1:
-        raise ValueError(f"reduce_message_bytes={message_bytes}: a message needs a byte at least")
-    if message_bytes != MESSAGE_BYTES:
+    if message_bytes is not None:
+        if message_bytes < 1:
+            raise ValueError(f"reduce_message_bytes={message_bytes}: a message needs a byte")
         if reproducible or reduction != "ordered":
             raise ValueError(
                 f"reduce_message_bytes={message_bytes} cuts ordered sums, and reduction="

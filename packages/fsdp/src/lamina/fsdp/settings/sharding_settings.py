@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import OffloadPolicy
 
-from lamina.collectives.engine import MESSAGE_BYTES
 from lamina.ddp import Strategy
 from lamina.ddp.engine import (
     BufferPolicy,
@@ -131,7 +130,8 @@ class ShardingSettings:
             reductions, and one beside a unit whose gradients are coming.
         reduce_message_bytes: of a message in which an ordered reduce-scatter brings a slice of a
             unit over NCCL. Three of them take the place of as many bytes as the unit's gradients
-            have, where that is more. By default 32 MiB.
+            have, where that is more. None takes a 96th of the GPU's memory, so that only units
+            that have more than a 32nd of it are cut.
         report_nan_in_param_grad: refuse a step if a rank's own gradient is not finite, on all ranks
             that sum with it, naming parameter and rank (costs a pass over the gradients, and a wait
             for the device once per step).
@@ -213,7 +213,7 @@ class ShardingSettings:
     calculate_per_token_loss: bool = False
     overlap_grad_reduce: bool = True
     reduce_budget: int | None = setting(None, least=1, unit="bytes", needs=_OVERLAPPED)
-    reduce_message_bytes: int = setting(MESSAGE_BYTES, least=1, unit="bytes")
+    reduce_message_bytes: int | None = setting(None, least=1, unit="bytes")
     report_nan_in_param_grad: bool = False
     sync_model_each_microbatch: bool = True
     use_decoupled_grad: bool = False

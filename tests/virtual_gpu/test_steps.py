@@ -51,7 +51,7 @@ def test_a_unit_is_one_message_and_takes_few_launches_and_events(on_rank_0):
         virtual_gpu.reset()
         train(model, optimizer, 1, clip)
         seen = virtual_gpu.record()
-        copies = [n for name, (n, _) in seen.kernels.items() if "CopyFunctor" in name]
+        copies = [n for name, (n, _) in seen.kernels.items() if "TensorListMetadata<2>" in name]
         norms = [n for name, (n, _) in seen.kernels.items() if "LpNormFunctor" in name]
         messages = [seen.collectives[name][0] for name in ("ncclAllGather", "ncclAlltoAll")]
         units = len(list(model.parameter_groups()))
@@ -59,10 +59,10 @@ def test_a_unit_is_one_message_and_takes_few_launches_and_events(on_rank_0):
     """
     units, gathers, sums, copies, norms, events = on_rank_0(text)
     assert sums == units
-    assert copies <= 5 * units  # of more gradients than that
+    assert 0 < copies <= 5 * units  # of more gradients than that
     assert norms == 1
-    # A message has two events of the backend's own, and a sum one more for who waits for it.
-    assert events <= 2 * (gathers + sums) + sums + 4
+    # A message has three events of the backend's own, and a sum one more for who waits for it.
+    assert events <= 3 * (gathers + sums) + sums
 
 
 def test_torchs_sanitizer_looks_at_a_step_with_released_weights(on_rank_0):

@@ -249,28 +249,22 @@ class _EndOnDevice:
         self._call, self._job, self._keep = call, job, keep
 
     def forget(self) -> None:
-        """Nothing is left to do when it is dropped."""
-        self.event, self._keep = None, ()
-
-    def reach(self, stream: torch.cuda.Stream) -> None:
-        """Have a stream come after it."""
+        """A stream has come after it: nothing is left to do when it is dropped."""
         event, call = self.event, self._call
-        if event is None:
-            return
-        event.wait(stream)
-        self.forget()
+        self.event, self._keep = None, ()
         # The backend's own end keeps the output alive. A watchdog asks an event in its place.
         if isinstance(event, BackendEnd) and call.device_ended is event:
             call.device_ended = None
             if running_watchdog() is not None:
                 call.device_ended = ended = _event(False)
-                ended.record(stream)
+                ended.record()
 
     def __del__(self) -> None:
         if self.event is not None:
             if self._job is not None:
                 self._job.wait()
-            self.reach(self.stream)
+            self.event.wait(self.stream)
+            self.forget()
 
 
 class Handle:
@@ -311,7 +305,8 @@ class Handle:
                     if watchdog is not None and watchdog.gives_up() is not None:
                         raise RuntimeError("the collective cannot end any more")
                 if (end := self._end) is not None and end.event is not None:
-                    end.reach(torch.cuda.current_stream(end.stream.device))
+                    end.event.wait(torch.cuda.current_stream(end.stream.device))
+                    end.forget()
             self._pending = False  # not after a failure, which every further wait reports again
         except RuntimeError as error:
             raise_for(error, call, self._lane)

@@ -197,13 +197,13 @@ class _Copies:
 
     def forget(self) -> None:
         """Make none of them."""
-        self._places: list[torch.Tensor] = []
+        self._destinations: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor] = []
         self._nbytes = 0
 
-    def add(self, place: torch.Tensor, gradient: torch.Tensor) -> None:
+    def add(self, destination: torch.Tensor, gradient: torch.Tensor) -> None:
         """Copy a gradient, now or before `make` returns."""
-        self._places.append(place)
+        self._destinations.append(destination)
         self._gradients.append(gradient)
         self._nbytes += gradient.nbytes
         if self._nbytes > self._limit:
@@ -211,8 +211,8 @@ class _Copies:
 
     def make(self) -> None:
         """Make all of them."""
-        if self._places:
-            foreach_copy(self._places, self._gradients)
+        if self._destinations:
+            foreach_copy(self._destinations, self._gradients)
             self.forget()
 
 

@@ -53,11 +53,10 @@ class Evaluator:
         else:
             chosen = [k * len(self._windows) // count for k in range(1, count, 2)]
             given = self._windows.batch(chosen, self._device)[0][:, : max(1, length // 4)]
-        with self._model.unsharded():
-            written = generate(
-                self._model, given, config.sample_tokens, context_length=length,
-                temperature=config.temperature,
-                generator=torch.Generator(self._device).manual_seed(self._config.run.seed),
-            )  # fmt: skip
+        written = generate(
+            self._model, given, config.sample_tokens, context_length=length,
+            temperature=config.temperature,
+            generator=torch.Generator(self._device).manual_seed(self._config.run.seed),
+        )  # fmt: skip
         cut = given.shape[1]
         return [(decode(row[:cut]), decode(row[cut:])) for row in written.tolist()]

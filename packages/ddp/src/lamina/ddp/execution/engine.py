@@ -458,11 +458,12 @@ class Engine:
         if unit is self.root:
             self._end_forward(training)
             # Its backward is the last one. But modules between units may read its weights first.
-            if unit.reshard_after_forward:
+            if unit.reshard_after_forward and (training or not self._all_whole):
                 unit.reshard()
             return
         last = self.prefetcher.end_call(unit)
         keep = training and (last or unit.reshard_after_forward is False)
+        keep = keep or (self._all_whole and not training)
         if complete and not keep:
             unit.reshard()
 
@@ -475,7 +476,8 @@ class Engine:
         for unit in self.units:
             if not training:
                 unit.calls.end_evaluation()
-            if not training or unit not in called:  # some are gathered ahead and then not called
+            # Some are gathered ahead and then not called.
+            if unit not in called if training else not self._all_whole:
                 unit.reshard()
         if training:
             self._graphs.wait()
@@ -626,7 +628,7 @@ class Engine:
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """All units whole for the time being (collective)."""
+        """All units whole for the time being (collective), evaluations inside included."""
         before, self._all_whole = self._all_whole, True
         try:
             with ExitStack() as stack:

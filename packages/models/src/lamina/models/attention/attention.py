@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.scale = config.score_scale
         self.rate = config.attention_dropout
+        self.window = config.sliding_window
         self.sharded = sharded
 
     def forward(
@@ -56,6 +57,8 @@ class AttentionCore(nn.Module):
         """
         if rotary is not None:
             query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
+        if context.cache is not None:
+            key, value = context.cache.extended((key, value), self.window)
         rate = self.rate if self.training else 0.0
         pattern = context.pattern
         if per_head is not None:
@@ -77,6 +80,8 @@ class Attention(FixedSums, nn.Module, ABC):
 
     core: AttentionCore
     output: nn.Module
+    caches: ClassVar[bool] = False
+    """Whether this class itself keeps all that later tokens need in `context.cache`."""
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
         super().__init__()
@@ -156,6 +161,8 @@ class SelfAttention(Attention):
         >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
         >>> attention = SelfAttention(config)
     """
+
+    caches = True  # its core does
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
         super().__init__(config, mesh)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lamina.models.attention.context_parallel import parallel_pattern
-from lamina.models.attention.kernels import AttentionPattern, document_positions, document_runs
+from lamina.models.attention.kernels import (
+    AttentionPattern,
+    Masked,
+    document_positions,
+    document_runs,
+    over_positions,
+)
 from lamina.models.attention.rotary import rotary_tables
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike, axis_of
@@ -38,6 +45,48 @@ def _attends_alike(a: TransformerConfig, b: TransformerConfig) -> bool:
     return alike and all(getattr(a, name) == getattr(b, name) for name in names)
 
 
+class TokenCache:
+    """What layers keep of the tokens so far, so that a forward computes the new ones alone.
+
+    The first forward takes any number of tokens, and each later one a single token per row. Layers
+    find what they kept by the order in which a forward calls them, so a layer that is used twice
+    has two entries.
+
+    Attributes:
+        length: tokens of each row so far.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._kept: list[Any] = []
+        self._next = 0
+
+    def before(self) -> Any:
+        """What the layer at hand has kept; None in the first forward."""
+        return self._kept[self._next] if self.length else None
+
+    def keep(self, value: Any) -> None:
+        """Keep this for the layer at hand, and go on to the next."""
+        self._kept[self._next : self._next + 1] = [value]
+        self._next += 1
+
+    def extended(self, new: tuple[Tensor, ...], window: int | None) -> tuple[Tensor, ...]:
+        """Tensors `[batch, sequence, ...]` of the tokens so far, which `new` ends.
+
+        Of a layer with a window the next token will read `window - 1`, and only these are kept.
+        """
+        before = self.before()
+        if before is not None:
+            new = tuple(torch.cat(pair, dim=1) for pair in zip(before, new, strict=True))
+        first = 0 if window is None else max(0, new[0].shape[1] - window + 1)
+        self.keep(tuple(tensor[:, first:] for tensor in new))
+        return new
+
+    def end_forward(self, tokens: int) -> None:
+        """A forward of so many tokens is done."""
+        self.length, self._next = self.length + tokens, 0
+
+
 @dataclass(frozen=True)
 class AttentionContext:
     """What the attention of every block needs beside its input.
@@ -51,6 +100,7 @@ class AttentionContext:
         routing: what the routers share, in a model with experts.
         config: the config that the context was built from; None is unknown.
         others: contexts of layers that attend otherwise, where layers differ.
+        cache: of the tokens before these; None in a forward of whole sequences.
     """
 
     shape: tuple[int, int]
@@ -60,6 +110,7 @@ class AttentionContext:
     routing: RoutingContext | None = None
     config: TransformerConfig | None = None
     others: tuple[AttentionContext, ...] = ()
+    cache: TokenCache | None = None
 
     def of_layer(self, config: TransformerConfig) -> AttentionContext:
         """The context of a layer with this config.
@@ -98,6 +149,7 @@ class AttentionContext:
         *,
         training: bool = False,
         mesh: MeshLike = None,
+        cache: TokenCache | None = None,
     ) -> AttentionContext:
         """Make the tables and the pattern of a forward.
 
@@ -113,6 +165,7 @@ class AttentionContext:
             training: whether attention dropout applies.
             mesh: if it has an axis `cp`, or is that axis, attention's input is this rank's part
                 of the sequences.
+            cache: of the tokens before these, if there are some one token of each row follows.
         """
         cp = axis_of(mesh, "cp")
         rotary = None
@@ -121,7 +174,14 @@ class AttentionContext:
         if config.positions == "rope":
             rotary = rotary_tables(config, cut_sequence(positions, cp, dim=-1))
         dropout = config.attention_dropout if training else 0.0
-        pattern = parallel_pattern(config, cp, tokens, dtype, document_ids, dropout)
+        pattern: AttentionPattern = Masked(None)  # a token that follows reads all that is kept
+        if cache is None or cache.length == 0:
+            pattern = parallel_pattern(config, cp, tokens, dtype, document_ids, dropout)
+        elif config.scores is not None:
+            window = config.sliding_window
+            index = torch.arange(cache.length + 1, device=tokens.device)
+            kept = index if window is None else index[-window:]
+            pattern = over_positions(config.scores, index[-1:], kept, window, flex=False)
         local = tokens.shape[1] // (1 if cp is None else cp.size)
         runs = None
         if document_ids is not None and config.mamba is not None:
@@ -131,6 +191,17 @@ class AttentionContext:
             made = [config, *(each.config for each in others if each.config)]
             if not any(_attends_alike(layer, each) for each in made):
                 inputs = tokens, dtype, positions, document_ids
-                others += [AttentionContext.build(layer, *inputs, training=training, mesh=mesh)]
-        shape = (tokens.shape[0], local)
-        return AttentionContext(shape, pattern, rotary, runs, config=config, others=tuple(others))
+                others.append(
+                    AttentionContext.build(
+                        layer, *inputs, training=training, mesh=mesh, cache=cache
+                    )
+                )
+        return AttentionContext(
+            (tokens.shape[0], local),
+            pattern,
+            rotary,
+            runs,
+            config=config,
+            others=tuple(others),
+            cache=cache,
+        )

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, 2024): the variant and its module."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from lamina.models.base.configs.field_checks import (
 )
 from lamina.models.base.mesh_axes import MeshLike, require_divisible
 from lamina.models.base.weight_link import WeightLink, linked
-from lamina.models.invariance.token_sums import share_with_heads
+from lamina.models.invariance.token_sums import TokenCut, share_with_heads
 from lamina.models.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -167,6 +167,8 @@ class LatentSelfAttention(Attention):
         ValueError: if the heads are not divisible by the number of ranks.
     """
 
+    caches = True
+
     def __init__(
         self, config: TransformerConfig, sizes: LatentAttention, mesh: MeshLike = None
     ) -> None:
@@ -210,7 +212,12 @@ class LatentSelfAttention(Attention):
         """See `Attention.mix`."""
         query = self.queries(x, context)
         key, value = self.keys_and_values(x, context)
-        return cast(Tensor, self.core(query, key, value, context))
+        kept = replace(context, cache=None) if self._keeps_latents(context) else context
+        return cast(Tensor, self.core(query, key, value, kept))
+
+    def _keeps_latents(self, context: AttentionContext) -> bool:
+        # Under sequence parallelism a rank has the latents of its own tokens, so its core caches.
+        return context.cache is not None and not self.sequence_parallel
 
     def queries(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Queries `[batch, sequence, heads, nope + rope]`."""
@@ -226,17 +233,27 @@ class LatentSelfAttention(Attention):
         sizes = self.sizes
         widths = (sizes.kv_lora_rank, sizes.qk_rope_head_dim)
         latent, turning = self.kv_down(x).split(widths, dim=-1)
-        widths = (sizes.qk_nope_head_dim, sizes.v_head_dim)
-        heads = self.kv_up(self.kv_norm(latent)).view(*context.shape, -1, sum(widths))
-        still, value = heads.split(widths, dim=-1)
-        if self.tokens is None:
-            shared = for_cut_layers(turning, self.config, self.axis)
-            turned = _turn(shared.reshape(*context.shape, 1, -1), context)
-            turned = turned.expand(*still.shape[:-1], -1)
-        else:
-            shared = share_with_heads(turning, context.shape, still.shape[2], self.tokens)
-            turned = _turn(shared, context)
-        return torch.cat((still, turned), dim=-1), value
+        if self.tokens is not None:
+            return self._fixed_keys_and_values(latent, turning, context, self.tokens)
+        shared = for_cut_layers(turning, self.config, self.axis)
+        latent, turned = self.kv_norm(latent), _turn(shared.reshape(*context.shape, 1, -1), context)
+        if context.cache is not None and self._keeps_latents(context):
+            window = self.config.sliding_window
+            latent, turned = context.cache.extended((latent, turned), window)
+        still, value = self._up_heads(latent, turned.shape[:2])
+        return torch.cat((still, turned.expand(*still.shape[:-1], -1)), dim=-1), value
+
+    def _fixed_keys_and_values(
+        self, latent: Tensor, turning: Tensor, context: AttentionContext, tokens: TokenCut
+    ) -> tuple[Tensor, Tensor]:
+        still, value = self._up_heads(self.kv_norm(latent), context.shape)
+        shared = share_with_heads(turning, context.shape, still.shape[2], tokens)
+        return torch.cat((still, _turn(shared, context)), dim=-1), value
+
+    def _up_heads(self, latent: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        widths = (self.sizes.qk_nope_head_dim, self.sizes.v_head_dim)
+        still, value = self.kv_up(latent).view(*shape, -1, sum(widths)).split(widths, dim=-1)
+        return still, value
 
 
 def _turn(x: Tensor, context: AttentionContext) -> Tensor:

@@ -1,14 +1,15 @@
 """Sampling text from a language model."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.collectives.engine import broadcast
+from lamina.models.attention.context import TokenCache
 
 
 @torch.no_grad()
@@ -26,9 +27,11 @@ def generate(
 ) -> Tensor:
     """Sample a continuation, one token at a time.
 
-    Nothing is cached between tokens, so this works with any wrapper around the model. Every rank of
-    a sharded model must call it. Ranks of tp and cp, which share the sequences, take the tokens
-    that the first of them draws. The image token of a `VisionLanguageModel` is never drawn.
+    A model that `caches` computes each new token alone, while the context holds all tokens. Others
+    compute the whole context for each token. Every rank of a sharded model must call it. The
+    weights are gathered once, and are whole on each rank until the end. Ranks of tp and cp, which
+    share the sequences, take the tokens that the first of them draws. The image token of a
+    `VisionLanguageModel` is never drawn.
 
     Args:
         model: maps int64 `[batch, sequence]` to logits `[batch, sequence, vocabulary]`.
@@ -57,28 +60,16 @@ def generate(
     inner = model  # without wrappers, whose own `config` means something else
     while isinstance(below := getattr(inner, "module", None), nn.Module):
         inner = below
-    config = getattr(inner, "config", None)
     if context_length is None:
-        context_length = getattr(config, "max_sequence_length", None)
-    # Ranks that share a sequence need its length to be divisible, so it is padded. The padding is
-    # after all tokens that are read. It is not the image token, and it goes to no expert.
-    multiple = int(getattr(inner, "length_multiple", 1))
-    image_token = getattr(inner, "image_token", None)
-    padding = 1 if image_token == 0 else 0
-    limited = getattr(getattr(config, "moe", None), "capacity_factor", None) is not None
+        context_length = getattr(getattr(inner, "config", None), "max_sequence_length", None)
     if context_length is not None:
-        context_length = _shared_length(context_length, multiple)
+        context_length = _shared_length(context_length, int(getattr(inner, "length_multiple", 1)))
     _check_prompt(inner, tokens, max_new_tokens, context_length)
-    with _evaluating(model):
+    reader = _Reader(model, inner, dict(inputs or {}), context_length, tokens.shape[0])
+    image_token = getattr(inner, "image_token", None)
+    with _evaluating(model), reader.gathered():
         for _ in range(max_new_tokens):
-            window = tokens if context_length is None else tokens[:, -context_length:]
-            end = window.shape[1]
-            padded = F.pad(window, (0, -end % multiple), value=padding)
-            options = dict(inputs or {})
-            if limited and padded.shape[1] > end:
-                places = torch.arange(padded.shape[1], device=padded.device)
-                options["padding_mask"] = (places >= end).expand_as(padded)
-            logits = model(padded, **options)[:, end - 1].float()
+            logits = reader.read(tokens).float()
             if image_token is not None:  # an image token without an image is refused
                 logits[:, image_token] = -torch.inf
             following = sample(logits, temperature, top_k, top_p, generator)
@@ -86,6 +77,64 @@ def generate(
                 broadcast(following, axis.group)
             tokens = torch.cat((tokens, following[:, None]), dim=1)
     return tokens
+
+
+class _Reader:
+    """Gives the logits after the last token, from a cache while the context holds all tokens.
+
+    Ranks that share a sequence need its length to be divisible by `multiple`. They share one token
+    of several rows instead, so with a cache rows are repeated until these are divisible.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: nn.Module,
+        inputs: dict[str, Any],
+        context_length: int | None,
+        rows: int,
+    ) -> None:
+        self.model, self.inputs, self.context_length = model, inputs, context_length
+        self.multiple = int(getattr(inner, "length_multiple", 1))
+        image_token = getattr(inner, "image_token", None)
+        self.padding = 1 if image_token == 0 else 0
+        moe = getattr(getattr(inner, "config", None), "moe", None)
+        self.limited = getattr(moe, "capacity_factor", None) is not None
+        # Positions and the like belong to whole sequences, and images to the rows of the prompt.
+        known = inputs.keys() <= {"images"} and (rows % self.multiple == 0 or image_token is None)
+        self.cache = TokenCache() if known and getattr(inner, "caches", False) else None
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Hold a sharded model's weights whole; let no block be compiled for each length."""
+        with ExitStack() as stack:
+            stack.enter_context(getattr(self.model, "unsharded", nullcontext)())
+            compiled = (getattr(m, "_compiled_call_impl", None) for m in self.model.modules())
+            if self.cache is not None and any(compiled):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Logits `[batch, vocabulary]`."""
+        end, limit = tokens.shape[1], self.context_length
+        if self.cache is None or (limit is not None and end > limit):
+            return self._read_context(tokens if limit is None else tokens[:, -limit:])
+        new, inputs = tokens[:, self.cache.length :], {} if self.cache.length else self.inputs
+        rows = tokens.shape[0]
+        padded = rows + -rows % self.multiple
+        new = new.repeat(-(-padded // rows), 1)[:padded]
+        return cast(Tensor, self.model(new, **inputs, cache=self.cache)[:rows, -1])
+
+    def _read_context(self, tokens: Tensor) -> Tensor:
+        # The padding is after all tokens that are read. It is not the image token, and it goes to
+        # no expert.
+        end = tokens.shape[1]
+        padded = F.pad(tokens, (0, -end % self.multiple), value=self.padding)
+        inputs = dict(self.inputs)
+        if self.limited and padded.shape[1] > end:
+            places = torch.arange(padded.shape[1], device=padded.device)
+            inputs["padding_mask"] = (places >= end).expand_as(padded)
+        return cast(Tensor, self.model(padded, **inputs)[:, end - 1])
 
 
 @contextmanager

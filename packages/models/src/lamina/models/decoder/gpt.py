@@ -9,13 +9,18 @@ from torch import Tensor, nn
 from lamina.collectives import scatter_to
 from lamina.mesh.engine import MeshAxis
 from lamina.models.attention.attention import Attention
-from lamina.models.attention.context import AttentionContext, default_positions, same_for_all
+from lamina.models.attention.context import (
+    AttentionContext,
+    TokenCache,
+    default_positions,
+    same_for_all,
+)
 from lamina.models.attention.context_parallel import check_context_parallel
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.initialise import assign_seeds, check_same_seed, draw_seed
 from lamina.models.base.kept_roles import KeepsRoles
 from lamina.models.base.mesh_axes import MeshLike, axis_of
-from lamina.models.decoder.layer_stack import make_block
+from lamina.models.decoder.layer_stack import caches_tokens, make_block
 from lamina.models.decoder.precision_backends import apply_precision
 from lamina.models.decoder.splice import Splice
 from lamina.models.invariance.fixed_sums import fix_sums
@@ -141,6 +146,7 @@ class GPTModel(KeepsRoles):
         reduction: Literal["mean", "sum"] = "mean",
         padding_mask: Tensor | None = None,
         splice: Splice | None = None,
+        cache: TokenCache | None = None,
     ) -> Tensor:
         """Predict the next token at every position.
 
@@ -157,6 +163,7 @@ class GPTModel(KeepsRoles):
                 and are left out of auxiliary losses. The mask has no other effect: tokens still
                 attend to padding, unless it is last or in a document of its own.
             splice: vectors that replace some tokens' embeddings.
+            cache: of the tokens before these, for generation; see `caches`.
 
         Returns:
             Logits `[batch, sequence, vocabulary]`, or with labels the scalar loss in float32
@@ -173,15 +180,18 @@ class GPTModel(KeepsRoles):
         self.check_inputs(tokens, labels, document_ids, positions, padding_mask)
         if positions is None:
             positions = default_positions(tokens, document_ids)
+            positions = positions if cache is None else positions + cache.length
         positions = same_for_all(positions)
         cut = cut_sequence(tokens, self.cp), cut_sequence(positions, self.cp, dim=-1)
         x = self.embed(*cut, None if splice is None else splice.cut(self.cp))
         # Each rank of cp has a part of an auxiliary loss, and an equal share in a loss that the
         # caller computes from the whole logits.
         parts = 1 if self.cp is None else self.cp.size
-        context = self.context(tokens, x.dtype, positions, document_ids, padding_mask, parts)
+        context = self.context(tokens, x.dtype, positions, document_ids, padding_mask, parts, cache)
         for block in self.blocks:
             x = block(x, context)
+        if cache is not None:
+            cache.end_forward(tokens.shape[1])
         x = self.final_norm(x)
         if labels is not None:
             loss = self.loss(x, labels, reduction)
@@ -202,6 +212,7 @@ class GPTModel(KeepsRoles):
         document_ids: Tensor | None,
         padding_mask: Tensor | None,
         auxiliary: float | Tensor,
+        cache: TokenCache | None = None,
     ) -> AttentionContext:
         """Make what the blocks of a forward share; `auxiliary` weighs auxiliary losses."""
         if self.token_cut is not None:
@@ -214,6 +225,7 @@ class GPTModel(KeepsRoles):
             document_ids,
             training=self.training,
             mesh=self.cp,
+            cache=cache,
         )
         if self.config.moe is None:
             return context
@@ -317,6 +329,18 @@ class GPTModel(KeepsRoles):
             remedy = "raise max_sequence_length, which is the number of learned positions"
             limit = self.config.max_sequence_length
             check_ids("positions", positions, limit, remedy=remedy)
+
+    @property
+    def caches(self) -> bool:
+        """Whether a `TokenCache` gives what whole sequences give.
+
+        Not over cp, not with `invariant=True`, not where experts take a limited number of tokens,
+        and not with layers or attention of a user's own, which say nothing of later tokens.
+        """
+        moe = self.config.moe
+        limited = moe is not None and moe.capacity_factor is not None
+        plain = self.cp is None and not limited and not self.config.invariant
+        return plain and all(map(caches_tokens, self.blocks))
 
     @property
     def length_multiple(self) -> int:

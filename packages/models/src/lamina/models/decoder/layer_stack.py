@@ -235,6 +235,20 @@ def parts_of(config: TransformerConfig, index: int) -> tuple[LayerPart, ...]:
     return _KINDS[letter].made_of(layer, index)
 
 
+def caches_tokens(block: nn.Module) -> bool:
+    """Whether a block takes a `TokenCache`: it is Lamina's, and what mixes its tokens says so."""
+    mixer = getattr(block, "attention", getattr(block, "mixer", None))
+    if mixer is None or not type(block).__module__.startswith("lamina."):
+        return False
+    if isinstance(block, _FeedForwardBlock):
+        return True
+    for cls in type(mixer).__mro__:
+        # An heir of a user's that says nothing itself may mix tokens in a way of its own.
+        if "caches" in vars(cls) or not cls.__module__.startswith("lamina."):
+            return bool(vars(cls).get("caches", False))
+    return False
+
+
 class _Kind(NamedTuple):
     """One of Lamina's own kinds of layer: its block, and the parts that it is made of."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lamina.mesh import derive_seed, mark
 from lamina.mesh.engine import MeshAxis
-from lamina.models.attention.context import AttentionContext
+from lamina.models.attention.context import AttentionContext, TokenCache
 from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.initialise import fill, uniform
@@ -151,6 +151,10 @@ class StateSpaceScan(FixedSums, nn.Module):
         else:
             chunk = self.sizes.chunk_size
             y, _ = chunked_scan(x, steps, self.rate, b, c, chunk=chunk, runs=runs)
+        return self.skip(y, x)
+
+    def skip(self, y: Tensor, x: Tensor) -> Tensor:
+        """The scan's result with the inputs' share, in the dtype of the inputs."""
         return (y + self.D.unsqueeze(-1) * x).to(x.dtype)
 
     def _in_order(
@@ -175,7 +179,7 @@ class StateSpaceScan(FixedSums, nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Compute one token; shapes as of `scan_step`."""
         y, state = scan_step(x, self.steps(dt), self.rate, b, c, state)
-        return (y + self.D.unsqueeze(-1) * x).to(x.dtype), state
+        return self.skip(y, x), state
 
 
 def _before_softplus(log_dt: Tensor) -> Tensor:
@@ -248,6 +252,8 @@ class MambaMixer(nn.Module):
             number of ranks.
     """
 
+    caches = True
+
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
         super().__init__()
         axis = axis_of(mesh, "tp")
@@ -283,11 +289,31 @@ class MambaMixer(nn.Module):
         shape = x.shape[:2] if context is None else context.shape
         runs = None if context is None else context.runs
         gate, mixed, dt = self.input(x).view(*shape, -1).split(self.widths, dim=-1)
-        inputs, b, c = self._separate(self.conv(mixed, runs))
-        y = self.scan(inputs, dt, b, c, runs).flatten(-2)
-        y = self.norm(y, gate)
+        if context is not None and context.cache is not None:
+            y = self._continued(mixed, dt, context.cache)
+        else:
+            inputs, b, c = self._separate(self.conv(mixed, runs))
+            y = self.scan(inputs, dt, b, c, runs)
+        y = self.norm(y.flatten(-2), gate)
         output: Tensor = self.output(y if x.ndim == 3 else y.flatten(0, 1))
         return output
+
+    def _continued(self, mixed: Tensor, dt: Tensor, cache: TokenCache) -> Tensor:
+        """The scan's output, after the tokens before these, whose state is in a cache."""
+        before: MambaState | None = cache.before()
+        if before is None:
+            inputs, b, c = self._separate(self.conv(mixed))
+            steps, rate = self.scan.steps(dt), self.scan.rate
+            y, state = chunked_scan(inputs, steps, rate, b, c, chunk=self.sizes.chunk_size)
+            taps = self.sizes.conv_kernel - 1
+            window = F.pad(mixed, (0, 0, taps, 0))[:, mixed.shape[1] :]
+            cache.keep(MambaState(window, state))
+            return self.scan.skip(y, inputs)
+        convolved, window = self.conv.step(mixed[:, 0], before.window)
+        inputs, b, c = self._separate(convolved)
+        y, state = self.scan.step(inputs, dt[:, 0], b, c, before.state)
+        cache.keep(MambaState(window, state))
+        return y[:, None]
 
     def _separate(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, b, c = torch.split(mixed, list(self.channels), dim=-1)

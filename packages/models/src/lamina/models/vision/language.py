@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lamina.mesh import derive_seed
 from lamina.mesh.engine import MeshAxis
+from lamina.models.attention.context import TokenCache
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.initialise import assign_seeds, draw_seed
 from lamina.models.base.kept_roles import KeepsRoles
@@ -127,6 +128,7 @@ class VisionLanguageModel(KeepsRoles):
         *,
         reduction: Literal["mean", "sum"] = "mean",
         padding_mask: Tensor | None = None,
+        cache: TokenCache | None = None,
     ) -> Tensor:
         """Predict the next token at every position.
 
@@ -141,6 +143,7 @@ class VisionLanguageModel(KeepsRoles):
             document_ids: as of `GPTModel`.
             reduction: as of `GPTModel`.
             padding_mask: as of `GPTModel`, where the decoder has experts.
+            cache: as of `GPTModel`.
 
         Returns:
             Logits or loss, as `GPTModel`.
@@ -164,8 +167,14 @@ class VisionLanguageModel(KeepsRoles):
             reduction=reduction,
             padding_mask=padding_mask,
             splice=Splice(self.encode(images), index),
+            cache=cache,
         )
         return output
+
+    @property
+    def caches(self) -> bool:
+        """Whether the decoder takes a `TokenCache`."""
+        return self.language.caches
 
     @property
     def length_multiple(self) -> int:

@@ -1,0 +1,172 @@
+"""Generation with a cache: the logits of whole sequences, and transformers' tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from lamina.collectives import Ledger
+from lamina.fsdp import fully_shard
+from lamina.mesh import ParallelLayout
+from lamina.models import (
+    AttentionScores,
+    GPTModel,
+    LatentAttention,
+    LayerSpec,
+    MambaConfig,
+    MoEConfig,
+    SelfAttention,
+    TransformerConfig,
+    generate,
+    huggingface_config,
+    to_huggingface,
+)
+from lamina.models.attention import GatedAttention
+from lamina.models.attention.context import TokenCache
+from lamina_testing import device_type
+
+CONFIG = TransformerConfig(
+    vocab_size=50, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=48,
+    max_sequence_length=64,
+)  # fmt: skip
+LATENT = LatentAttention(
+    kv_lora_rank=16, q_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
+)
+CONFIGS = {
+    "grouped heads": CONFIG,
+    "window": replace(CONFIG, sliding_window=5),
+    "window of one": replace(CONFIG, sliding_window=1),
+    "windows by layer": replace(CONFIG, layers=(LayerSpec(sliding_window=4),) * 2 + (LayerSpec(),)),
+    "learned positions": replace(CONFIG, positions="learned"),
+    "experts": replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2, ffn_size=16)),
+    "scores": replace(
+        CONFIG, scores=AttentionScores(softcap=2.0, sinks=True, linear_bias=True), sliding_window=7
+    ),
+    "gates": replace(CONFIG, attention=GatedAttention()),
+    "latents": replace(CONFIG, num_kv_heads=None, mla=LATENT),
+    "latents, window": replace(CONFIG, num_kv_heads=None, mla=LATENT, sliding_window=5),
+    "mamba": replace(
+        CONFIG, layer_pattern="MM*-M", num_layers=5,
+        mamba=MambaConfig(state_size=8, head_dim=8, groups=2, chunk_size=8),
+    ),
+}  # fmt: skip
+TOKENS = torch.arange(40).view(2, 20) * 7 % 50
+
+
+def by_token(model, tokens, prompt):
+    """Logits of a prompt, then of one token after the other."""
+    cache = TokenCache()
+    parts = [tokens[:, :prompt], *tokens[:, prompt:].split(1, dim=1)]
+    return torch.cat([model(part, cache=cache) for part in parts], dim=1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompt", [1, 9])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_logits_with_a_cache_are_those_of_the_whole_sequence(name, prompt):
+    model = GPTModel(CONFIGS[name], seed=1).eval()
+    assert model.caches
+    found, wanted = by_token(model, TOKENS, prompt), model(TOKENS)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+    # In fp64 nothing but the mathematics is left, also with weights ten times as large.
+    large = GPTModel(replace(CONFIGS[name], init_std=0.2), seed=1).double().eval()
+    found, wanted = by_token(large, TOKENS, prompt), large(TOKENS)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ["grouped heads", "latents", "mamba", "experts"])
+def test_ranks_of_tp_write_what_one_process_writes(name, sequence_parallel, ranks):
+    experts = {} if sequence_parallel or name != "experts" else {"expert_tp": 2}
+    mesh = ParallelLayout(tp=2, **experts).build(device_type())
+    config = replace(CONFIGS[name], init_std=0.2, sequence_parallel=sequence_parallel)
+    wanted = GPTModel(replace(config, sequence_parallel=False), seed=1).double()
+    model = GPTModel(config, mesh, seed=1).double()
+    for prompt in (TOKENS[:, :5], TOKENS[:1, :4]):  # one row is repeated where ranks share tokens
+        with mock.patch.object(GPTModel, "caches", False):
+            expected = generate(wanted, prompt, 8, temperature=0.0)
+        assert torch.equal(generate(model, prompt, 8, temperature=0.0), expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_sharded_model_is_gathered_once(ranks):
+    plain = GPTModel(replace(CONFIG, init_std=0.2), seed=1)
+    model = fully_shard(GPTModel(replace(CONFIG, init_std=0.2), seed=1))
+    with Ledger() as ledger:
+        found = generate(model, TOKENS[:, :5], 8, temperature=0.0)
+    assert torch.equal(found, generate(plain, TOKENS[:, :5], 8, temperature=0.0))
+    gathers = [record for record in ledger.records if record.op.startswith("all_gather")]
+    units = len(model.sharding_engine.units)
+    assert 0 < len(gathers) <= units, "some unit was gathered for more than one token"
+    here = sum(p.to_local().numel() for p in model.parameters())
+    assert here < 0.6 * plain.num_parameters(), "whole weights are given back at the end"
+
+
+@torch.no_grad()
+def test_a_context_that_ends_is_read_as_before():
+    model = GPTModel(replace(CONFIG, init_std=0.2), seed=1).double()
+    with mock.patch.object(GPTModel, "caches", False):
+        wanted = generate(model, TOKENS[:, :5], 12, temperature=0.0, context_length=9)
+    assert torch.equal(
+        generate(model, TOKENS[:, :5], 12, temperature=0.0, context_length=9), wanted
+    )
+
+
+class OwnAttention(SelfAttention):
+    """A user's: what it keeps between tokens is not known."""
+
+
+def test_what_says_nothing_of_later_tokens_is_computed_whole():
+    model = GPTModel(CONFIG, seed=1)
+    model.blocks[1].attention = OwnAttention(CONFIG)
+    assert not model.caches
+    assert not GPTModel(replace(CONFIG, invariant=True)).caches
+    assert not GPTModel(replace(CONFIG, moe=MoEConfig(
+        num_experts=4, top_k=2, ffn_size=16, capacity_factor=1.0))).caches  # fmt: skip
+    calls = []
+    model.register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[1]))
+    generate(model, TOKENS[:, :5], 3)
+    assert calls == [5, 6, 7]
+    OwnAttention.caches = True
+    assert model.caches, "a class may say so itself"
+    del OwnAttention.caches
+    model.blocks[1].attention = SelfAttention(CONFIG)
+    generate(model, TOKENS[:, :5], 3)
+    assert calls[3:] == [5, 1, 1]
+
+
+def test_blocks_that_are_compiled_are_not_compiled_for_each_length():
+    model, plain = (GPTModel(replace(CONFIG, init_std=0.2), seed=1) for _ in range(2))
+    compiled = []
+    for block in model.blocks:
+        block.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
+    found = generate(model, TOKENS[:, :5], 4, temperature=0.0)
+    assert torch.equal(found, generate(plain, TOKENS[:, :5], 4, temperature=0.0))
+    assert not compiled
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["grouped heads", "latents"])
+def test_greedy_and_sampled_tokens_are_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    model = GPTModel(replace(CONFIGS[name], init_std=0.2), seed=1).eval()
+    written = huggingface_config(model.config)
+    config = transformers.AutoConfig.for_model(written.pop("model_type"), **written)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    theirs.load_state_dict(to_huggingface(model), strict=False)
+    prompt = TOKENS[:, :6]
+    options = {"max_new_tokens": 10, "min_new_tokens": 10, "pad_token_id": 0}
+    options |= {"do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    assert torch.equal(
+        generate(model, prompt, 10, temperature=0.0), theirs.generate(prompt, **options)
+    )
+    options |= {"do_sample": True, "top_k": 7, "temperature": 0.8}
+    torch.manual_seed(5)
+    wanted = theirs.generate(prompt, **options)
+    torch.manual_seed(5)
+    assert torch.equal(generate(model, prompt, 10, top_k=7, temperature=0.8), wanted)

@@ -15,6 +15,7 @@ from lamina.models import (
     GPTModel,
     MoEConfig,
     TransformerConfig,
+    generate,
     linear_cross_entropy,
     pipeline,
 )
@@ -169,6 +170,23 @@ def test_parts_that_do_not_fit_are_refused(change, words):
         TransformerConfig(**shape, **change)
     with pytest.raises(ValueError, match="softcap is 0"):
         AttentionScores(softcap=0.0)
+
+
+@pytest.mark.parametrize("change", [
+    {"scores": AttentionScores(softcap=0.7, sinks=True, linear_bias=True), "sliding_window": 5},
+    {"attention": GatedAttention(), "qk_norm": "after_rope", "embedding_norm": True},
+    {"positions": "learned", "position_offset": 2, "head_bias": True, "logit_softcap": 0.7},
+])  # fmt: skip
+@torch.no_grad()
+def test_tokens_are_generated_from_a_cache_as_without_one(change):
+    model = GPTModel(replace(LLAMA, **change), seed=3).double().eval()
+    tokens = torch.randint(0, 61, (2, 7))
+    written = generate(model, tokens, 8, temperature=0.0)
+    expected = tokens
+    for _ in range(8):
+        chosen = model(expected)[:, -1:].argmax(dim=-1)
+        expected = torch.cat((expected, chosen), dim=1)
+    assert torch.equal(written, expected)
 
 
 def test_a_gate_of_zeros_halves_the_heads():

@@ -50,6 +50,11 @@ from lamina.models.moe.router import TopKRouter, routing_statistics
 from lamina.models.pipelining.pipeline import pipeline
 from lamina.models.pipelining.runner import PipelineRunner
 from lamina.models.precision.fp8 import Float8Codec
+from lamina.models.vision.huggingface_types import (
+    vision_language_config,
+    vision_language_from_huggingface,
+    vision_language_to_huggingface,
+)
 from lamina.models.vision.language import VisionLanguageModel
 from lamina.models.vision.transformer import VisionConfig
 
@@ -125,6 +130,9 @@ __all__ = [
     "tensor_parallel_plan",
     "to_huggingface",
     "training_flops_per_token",
+    "vision_language_config",
+    "vision_language_from_huggingface",
+    "vision_language_to_huggingface",
     "vocab_parallel_cross_entropy",
     "weight_map",
 ]

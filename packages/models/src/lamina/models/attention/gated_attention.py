@@ -69,6 +69,8 @@ class GatedSelfAttention(SelfAttention):
         gates: the number of gates of a token, over all ranks.
     """
 
+    caches = True  # a token's gates are made from that token alone
+
     def __init__(self, config: TransformerConfig, mesh: MeshLike, gates: int) -> None:
         super().__init__(config, mesh)
         self.gate = from_residual(config, (gates,), self.axis, bias=False)

@@ -22,6 +22,8 @@ class WeightLink:
         order: for each row of ours, the index of the row of theirs; None keeps the order.
         rows_added: rows at the end of ours that theirs does not have (vocabulary padding).
         stack: ours is a stack of this many matrices, `[stack, rows, ...]`; None is one matrix.
+        kernel: the shape of a row of theirs, whose elements are one dimension of ours (a
+            convolution's); None is as ours.
         in_memory: the name of the tensor of the same shape in a `transformers` model in memory,
             or names in place of `theirs`, if these differ from the names in files.
     """
@@ -33,6 +35,7 @@ class WeightLink:
     order: tuple[int, ...] | None = None
     rows_added: int = 0
     stack: int | None = None
+    kernel: tuple[int, ...] | None = None
     in_memory: str | tuple[str, ...] | None = None
 
     def to_theirs(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -45,6 +48,8 @@ class WeightLink:
             inverse = torch.empty(len(self.order), dtype=torch.int64)
             inverse[list(self.order)] = torch.arange(len(self.order))
             tensor = tensor[inverse.to(tensor.device)]
+        if self.kernel is not None:
+            tensor = tensor.view(-1, *self.kernel)
         parts = (tensor,) if self.rows is None else torch.split(tensor, list(self.rows))
         return tuple((part.t() if self.transposed else part).contiguous() for part in parts)
 
@@ -55,6 +60,13 @@ class WeightLink:
             if len(part) != rows:  # their sum may be right, and each row in another's place
                 raise ValueError(f"{name} has {len(part)} rows, and by its config it has {rows}")
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.kernel is not None:
+            if whole.shape[1:] != self.kernel:
+                raise ValueError(
+                    f"{self.theirs[0]} has rows {list(whole.shape[1:])}, and by its config they "
+                    f"are {list(self.kernel)}"
+                )
+            whole = whole.flatten(1)
         if self.order is not None:
             whole = whole[torch.tensor(self.order, device=whole.device)]
         if self.stack is not None:
@@ -73,7 +85,7 @@ class WeightLink:
         rows, each = self.rows or (), len(self.theirs) // (self.stack or 1)
         matrices = [rows[at : at + each] for at in range(0, len(rows), each)]
         alike = all(matrix == matrices[0] for matrix in matrices)
-        if len(rows) < 2 or not alike or self.order is not None or self.rows_added:
+        if len(rows) < 2 or not alike or self.order is not None or self.rows_added or self.kernel:
             yield (), self
             return
         stack = None if self.stack is None else 1

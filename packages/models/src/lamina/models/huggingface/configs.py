@@ -171,7 +171,11 @@ def _read(
         return config
     if kind not in _ARCHITECTURES and kind not in own:
         known = ", ".join({**_ARCHITECTURES, **known_types(), **own})
-        raise ValueError(f"model_type is {kind!r}: known are {known}. {_beyond_known(source)}")
+        if "vision_config" in source:
+            beyond = f"vision_language_from_huggingface reads {kind}, if anything here does"
+        else:
+            beyond = _beyond_known(source)
+        raise ValueError(f"model_type is {kind!r}: known are {known}. {beyond}")
     if kind in _ARCHITECTURES:
         refuse_other_classes(kind, source)
     fields = ConfigFields(source)

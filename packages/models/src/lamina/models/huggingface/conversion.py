@@ -52,15 +52,28 @@ def to_huggingface(
         >>> tensors = to_huggingface(GPTModel(config))
     """
     model = require_gpt(model, "to_huggingface()")
-    _refuse_unlinked(model, types)
+    links = weight_map(model.config, types)
+    refuse_unlinked(model, links)
+    return exported_tensors(model, links, state, names, model.axis, model.expert_axes)
+
+
+def exported_tensors(
+    model: nn.Module,
+    links: Sequence[WeightLink],
+    state: Mapping[str, Tensor] | None,
+    names: Literal["files", "memory"],
+    axis: MeshAxis | None,
+    experts: ExpertAxes,
+) -> dict[str, Tensor]:
+    """Their tensors of what is linked; see `to_huggingface`."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     state = {**parameters, **buffers} if state is None else state
     exported: dict[str, Tensor] = {}
-    for link in weight_map(model.config, types):
+    for link in links:
         if link.ours in buffers and link.ours not in state:
             continue
         tensor, like = state[link.ours].detach(), parameters.get(link.ours)
-        whole = tensor if like is None else _whole(tensor, like, model.axis, model.expert_axes)
+        whole = tensor if like is None else _whole(tensor, like, axis, experts)
         theirs: tuple[str, ...] = link.theirs
         if names == "memory" and link.in_memory is not None:
             if isinstance(link.in_memory, str):
@@ -71,9 +84,9 @@ def to_huggingface(
     return exported
 
 
-def _refuse_unlinked(model: GPTModel, types: Sequence[ModelType]) -> None:
+def refuse_unlinked(model: nn.Module, links: Sequence[WeightLink]) -> None:
     """Raise ValueError for parameters that are no tensor of Hugging Face's: they would be lost."""
-    linked = {link.ours for link in weight_map(model.config, types)}
+    linked = {link.ours for link in links}
     if left := [name for name, _ in model.named_parameters() if name not in linked]:
         raise ValueError(
             f"{shortened(left, 3)} of {type(model).__name__} have no names in Hugging Face's "
@@ -125,24 +138,41 @@ def from_huggingface(
     with torch.device("meta"):
         model = GPTModel(config, mesh, seed=0)
     links = weight_map(config, types)
-    _refuse_unlinked(model, types)
-    tables = (*links[0].theirs, *(links[0].in_memory or ()))
-    table = next((name for name in tables if name in tensors), tables[0])
+    refuse_unlinked(model, links)
+    fill_from(model, links, tensors, dtype, device, model.axis, model.expert_axes)
+    tied_to = table_name(links[0], tensors) if config.tie_embeddings else None
+    tensors.refuse_unread(tied_to, head_names(config, types))
+    return model
+
+
+def table_name(link: WeightLink, tensors: SourceTensors) -> str:
+    """The name that the embeddings have in the source."""
+    tables: tuple[str, ...] = (*link.theirs, *(link.in_memory or ()))
+    return next((name for name in tables if name in tensors), tables[0])
+
+
+def fill_from(
+    model: nn.Module,
+    links: Sequence[WeightLink],
+    tensors: SourceTensors,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    axis: MeshAxis | None,
+    experts: ExpertAxes,
+) -> None:
+    """Fill a model on the meta device with this rank's pieces; see `from_huggingface`."""
     model.to_empty(device=device).to(dtype=dtype or _whole_of(links[0], tensors).dtype)
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for link in links:
             tensor = targets[link.ours]
-            piece = _piece(_whole_of(link, tensors), tensor, model.axis, model.expert_axes)
+            piece = _piece(_whole_of(link, tensors), tensor, axis, experts)
             if piece.shape != tensor.shape:
                 raise ValueError(
                     f"{', '.join(link.theirs[:3])} in {tensors.source} make {list(piece.shape)} of "
                     f"{link.ours}, which is {list(tensor.shape)} by config.json{AS_IT_IS}"
                 )
             tensor.copy_(piece)
-    tied_to = table if config.tie_embeddings else None
-    tensors.refuse_unread(tied_to, head_names(config, types))
-    return model
 
 
 def _whole_of(link: WeightLink, tensors: SourceTensors) -> Tensor:

@@ -175,7 +175,7 @@ class ModelType:
 
     def read(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of `TransformerConfig`."""
-        read = {**self.constants, **_read_table(self.table, source)}
+        read = {**self.constants, **read_table(self.table, source)}
         if "activation" in self.table:
             known = _GATED if self.gated else _UNGATED
             if read["activation"] not in known:
@@ -204,7 +204,7 @@ class ModelType:
         if self.experts is not None:
             read["moe"] = self._read_experts(source, read)
         if self.mamba is not None:
-            read["mamba"] = MambaConfig(**_read_table(self.mamba, source))
+            read["mamba"] = MambaConfig(**read_table(self.mamba, source))
         read |= self._read_layers(source, read)
         letters = {spec.letter for spec in read.get("layers") or ()}
         letters |= set(read.get("layer_pattern") or "")
@@ -214,7 +214,7 @@ class ModelType:
         return {**read, "huggingface_type": self.name}
 
     def _read_experts(self, source: Mapping[str, Any], read: Mapping[str, Any]) -> MoEConfig | None:
-        sizes = {**self.expert_constants, **_read_table(self.expert_table, source)}
+        sizes = {**self.expert_constants, **read_table(self.expert_table, source)}
         sizes.setdefault("scores", "softmax")
         if "ffn_size" not in sizes:
             sizes["ffn_size"] = read["ffn_size"]
@@ -434,7 +434,8 @@ def _comparable(name: str, config: TransformerConfig) -> Any:
     return round(value, 9) if isinstance(value, float) else value
 
 
-def _read_table(table: Mapping[str, Field], source: Mapping[str, Any]) -> dict[str, Any]:
+def read_table(table: Mapping[str, Field], source: Mapping[str, Any]) -> dict[str, Any]:
+    """What each field of ours is by `config.json`; ValueError for a required name that it lacks."""
     read = {}
     for ours, where in table.items():
         absent = where.default is REQUIRED

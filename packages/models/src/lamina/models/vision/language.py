@@ -62,6 +62,7 @@ class VisionLanguageModel(KeepsRoles):
                 f"{language.vocab_size - 1}"
             )
         self.image_token = image_token
+        self.huggingface_type: str | None = None
         self.seed = draw_seed() if seed is None else seed
         device = torch.get_default_device()
         with torch.device("meta"):

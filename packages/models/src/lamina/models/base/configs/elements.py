@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 ActivationName = Literal[
-    "gelu", "gelu_tanh", "relu", "relu2", "silu", "swiglu", "geglu", "geglu_tanh"
+    "gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "swiglu", "geglu", "geglu_tanh"
 ]
 NormName = Literal[
     "rmsnorm", "rmsnorm_plain", "rmsnorm_zero", "layernorm", "layernorm_unbiased",
@@ -45,6 +45,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def gelu_sigmoid(x: Tensor) -> Tensor:
+    """GELU by its approximation with a sigmoid (Hendrycks and Gimpel, 2016), as CLIP has it."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 def relu_squared(x: Tensor) -> Tensor:
     """Squared ReLU (So et al., 2021)."""
     return F.relu(x).square()
@@ -53,6 +58,7 @@ def relu_squared(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": Activation(F.gelu),
     "gelu_tanh": Activation(gelu_tanh),
+    "gelu_sigmoid": Activation(gelu_sigmoid),
     "relu": Activation(F.relu),
     "relu2": Activation(relu_squared),
     "silu": Activation(F.silu),

@@ -16,14 +16,20 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
+import inspect
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 from source_trees import commit
 
@@ -368,6 +374,60 @@ def plant(bug: Bug, test: str, only: str = "") -> Verdict:
         )
         last = (ended.stdout.strip().splitlines() or ["nothing"])[-1]
         return Verdict(ended.returncode == 1, last, time.perf_counter() - begin)
+
+
+@contextmanager
+def in_this_process(bug: Bug) -> Iterator[None]:
+    """Inside, the functions that hold the line do what the changed line says.
+
+    Only their code is exchanged, so objects that were made before and references to the functions
+    stay what they are.
+    """
+    path = bug.source.partition("/src/")[2].removesuffix(".py").replace("/", ".")
+    module = importlib.import_module(path)
+    text = (ROOT / "packages" / bug.source).read_text()
+    if text.count(bug.line) != 1:
+        raise SystemExit(f"{bug.source} has {text.count(bug.line)} times: {bug.line}")
+    changed = {code.co_qualname: code for code in _functions(compile(
+        text.replace(bug.line, bug.becomes), module.__file__ or path, "exec"))}  # fmt: skip
+    before: list[tuple[Any, CodeType]] = []
+    for code in _functions(compile(text, module.__file__ or path, "exec")):
+        new = changed[code.co_qualname]
+        nested = "<locals>" in code.co_qualname or not code.co_flags & inspect.CO_OPTIMIZED
+        if nested or _same(code, new):
+            continue
+        function: Any = module
+        for name in code.co_qualname.split("."):
+            function = inspect.getattr_static(function, name)
+        function = getattr(function, "fget", getattr(function, "__func__", function))
+        function = inspect.unwrap(function)
+        before.append((function, function.__code__))
+        function.__code__ = new
+    if not before:
+        raise SystemExit(f"{bug.source}: no function holds {bug.line}")
+    try:
+        yield
+    finally:
+        for function, code in before:
+            function.__code__ = code
+
+
+def _functions(code: CodeType) -> Iterator[CodeType]:
+    """Yield all code below a module's."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _functions(constant)
+
+
+def _same(one: CodeType, other: CodeType) -> bool:
+    """Whether two functions do the same; lines and places in lines aside."""
+    kinds = [constant for constant in one.co_consts if not isinstance(constant, CodeType)]
+    others = [constant for constant in other.co_consts if not isinstance(constant, CodeType)]
+    inner = zip(_functions(one), _functions(other), strict=False)
+    return (one.co_code, one.co_names, kinds) == (other.co_code, other.co_names, others) and all(
+        _same(a, b) for a, b in inner
+    )
 
 
 def page(verdicts: dict[Bug, Verdict]) -> str:

@@ -3,7 +3,8 @@
     python -m lamina.models.bisect my.module:build "tp 2, dp_shard 2" "pp 2, cp 2"
 
 `build(mesh)` returns a `GPTModel`, with the same weights for every mesh and for None, which is one
-process. A layout has sizes of axes (`dp_replicate`, `dp_shard`, `cp`, `tp`, `pp`, `ep`,
+process; or a pair of it and a function that gives further arguments of forward for a slice of the
+batch's sequences. A layout has sizes of axes (`dp_replicate`, `dp_shard`, `cp`, `tp`, `pp`, `ep`,
 `expert_tp`), and may have `strategy`, `rows` (sequences of a microbatch) and `schedule`. The empty
 layout is one process. Each layout trains a step of the same batch with gloo ranks on this machine.
 Hooks record what every module takes, gives and sends back, and gradients and parameters at the end.

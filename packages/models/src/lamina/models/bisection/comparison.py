@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,11 +50,14 @@ class Reference:
 
     def __init__(self, trace: Trace) -> None:
         self.share = trace.share
+        self.modules = {key.module for key in trace.activations}
         self.widths: dict[Key, tuple[int, ...]] = {}
         for key, activations in trace.activations.items():
-            widths = token_widths(activations[0].values.shape, trace.share)
+            shape = activations[0].values.shape
+            widths = () if not shape else token_widths(shape, trace.share)
             if widths is not None:
                 self.widths[key] = widths
+        self.numbers = {key for key in self.widths if not trace.activations[key][0].values.shape}
         self.shapes = {key: value.shape for key, (value, _) in trace.parameters.items()}
 
     @property
@@ -82,7 +85,15 @@ class Reference:
             if fused is not None and -1 in fused:
                 fused = tuple(widths[-1] // len(fused) for _ in fused)
             shape, at = activation.values.shape, activation.microbatch
-            index = token_piece(shape, widths, share, at, fused)
+            if key in self.numbers:
+                # A microbatch's loss stands at the first token of its first sequence. Ranks that
+                # share sequences have parts of it.
+                parts = share.axes["cp"][1] > 1 and not key.what.startswith("gradient")
+                if share.rows != self.share.rows or parts:
+                    continue
+                index = share.tokens(at, whole=True)[0, 0]
+            else:
+                index = token_piece(shape, widths, share, at, fused)
             scaled = trace.scale if key.what.startswith("gradient") else 1
             yield activation.values * scaled, index, f", microbatch {at}"
 
@@ -106,6 +117,16 @@ class Reference:
                 whole[index.flatten()] = values.flatten()
         return whole
 
+    def responsible(self, key: Key) -> str:
+        """The module that computes a tensor: for what a module is given, the one that calls it."""
+        if key.what in ("output", "gradient of input"):
+            return key.module
+        parent = key.module.rpartition(".")[0]
+        # Lists of modules call nothing.
+        while parent and "parameter" not in key.what and parent not in self.modules:
+            parent = parent.rpartition(".")[0]
+        return parent
+
     def _size(self, key: Key) -> int:
         if key in self.shapes:
             return math.prod(self.shapes[key])
@@ -127,10 +148,26 @@ def first_difference(reference: Trace, a: Sequence[Trace], b: Sequence[Trace]) -
             expected = whole.assemble(key, a)
             difference = None if expected is None else _compare(whole, key, expected, b)
         except MismatchError as error:
-            return Difference(responsible(key), key, str(error))
+            return Difference(whole.responsible(key), key, str(error))
         if difference is not None:
-            return difference
+            return (
+                difference
+                if key.what != "gradient of parameter"
+                else _of_all(difference, whole, a, b)
+            )
     return None
+
+
+def _of_all(
+    difference: Difference, whole: Reference, a: Sequence[Trace], b: Sequence[Trace]
+) -> Difference:
+    """If the gradients of all parameters differ, no module of theirs computes them wrong."""
+    keys = [key for key in whole.shapes if key.what == difference.key.what]
+    for key in keys:
+        expected = whole.assemble(key, a)
+        if expected is None or _compare(whole, key, expected, b) is None:
+            return difference
+    return replace(difference, module="")
 
 
 def _compare(
@@ -148,17 +185,10 @@ def _compare(
                 number = int(index.flatten()[first])
                 pair = float(wanted.flatten()[first]), float(values.flatten()[first])
                 where = f"{whole.element(key, number)}, on {trace.share.describe}{where}"
-                return Difference(responsible(key), key, where, pair, int(differs.sum()))
-    if absent:
-        return Difference(responsible(key), key, "no rank of the second layout has it")
+                return Difference(whole.responsible(key), key, where, pair, int(differs.sum()))
+    if absent and key not in whole.numbers:
+        return Difference(whole.responsible(key), key, "no rank of the second layout has it")
     return None
-
-
-def responsible(key: Key) -> str:
-    """The module that computes a tensor: for what a module is given, the one that calls it."""
-    if key.what in ("input", "gradient of output") or "parameter" in key.what:
-        return key.module.rpartition(".")[0]
-    return key.module
 
 
 def _coordinates(number: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -25,8 +25,15 @@ from lamina.models.pipelining.schedule import Schedule
 
 Loss = Literal["per_token", "mean"]
 
-Build = Callable[[ParallelMesh | None], GPTModel]
-"""Builds the model for a mesh, or for one process."""
+Inputs = Callable[[slice], dict[str, Tensor]]
+"""Gives arguments of a forward, by name, for some of the sequences of the batch."""
+
+Build = Callable[[ParallelMesh | None], GPTModel | tuple[GPTModel, Inputs]]
+"""Builds the model for a mesh, or for one process; and may say what forwards are given beside the
+tokens and the labels."""
+
+_Part = tuple[tuple[Tensor, Tensor], dict[str, Tensor]]
+"""The arguments of a microbatch's forward."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +47,9 @@ class Step:
         rows: sequences of a microbatch on a rank.
         strategy: the number of the data-parallel strategy.
         schedule: of the pipeline, if the layout has one.
-        loss: `per_token`, or the `mean` of the microbatches' means. They need not be the same, as
-            the first tokens of each sequence have no labels. A pipeline takes its microbatches for
-            one, so `mean` has labels for all tokens.
+        loss: `per_token`, or the `mean` of the microbatches' means.
+        ignored: whether the first tokens of sequences have no labels. A pipeline takes its
+            microbatches for one, so with `mean` and without labels it has another loss.
         seed: of the tokens.
     """
 
@@ -53,6 +60,7 @@ class Step:
     strategy: int = 3
     schedule: Schedule = "1f1b"
     loss: Loss = "per_token"
+    ignored: bool = True
     seed: int = 0
 
     @staticmethod
@@ -91,7 +99,7 @@ class Step:
         shape = self.sequences, self.length + 1
         text = torch.randint(vocabulary, shape, generator=generator)
         labels = text[:, 1:].clone()
-        if self.loss == "per_token":
+        if self.ignored:
             for row in range(self.sequences):
                 labels[row, : (7 * row + 3) % (self.length // 2)] = IGNORED
         return text[:, :-1], labels
@@ -111,16 +119,22 @@ def record_step(
     Raises:
         ValueError: the batch does not fit the layout.
     """
-    model = build(mesh)
+    made = build(mesh)
+    model, inputs = made if isinstance(made, tuple) else (made, _nothing)
     if step.loss not in get_args(Loss):
         raise ValueError(f"loss {step.loss!r}: choose one of {', '.join(get_args(Loss))}")
+    if step.loss == "mean" and step.ignored and mesh is not None and mesh.layout.pp > 1:
+        raise ValueError(
+            "loss='mean' on a pipeline, which takes the mean over all its microbatches, and tokens "
+            "without labels: take ignored=False, or loss='per_token'"
+        )
     share = Share.of(mesh, step.sequences, step.length, step.rows, rank)
     ranks = share.axes["dp"][1] * share.axes["cp"][1]
     trace = Trace(share, 1.0 if step.loss == "per_token" else 1.0 / ranks)
     roles = {name: role_of(parameter) for name, parameter in model.named_parameters()}
     tokens, labels = step.batch(model.config.vocab_size)
     rows = [share.rows_of(at) for at in range(share.microbatches)]
-    parts = [(tokens[each], labels[each]) for each in rows]
+    parts = [((tokens[each], labels[each]), inputs(each)) for each in rows]
     if mesh is None:
         _train_alone(model, step, parts, trace, roles)
     else:
@@ -131,7 +145,7 @@ def record_step(
 def _train_alone(
     model: GPTModel,
     step: Step,
-    parts: list[tuple[Tensor, Tensor]],
+    parts: list[_Part],
     trace: Trace,
     roles: dict[str, Role],
 ) -> None:
@@ -146,7 +160,7 @@ def _train_alone(
                 if parameter.grad is not None:
                     gradients[name].append(parameter.grad)
                     parameter.grad = None
-    count = sum(int((labels != IGNORED).sum()) for _, labels in parts)
+    count = sum(int((labels != IGNORED).sum()) for (_, labels), _ in parts)
     for name, each in gradients.items():
         if each:
             total = tree(each)
@@ -161,7 +175,7 @@ def _train_on_mesh(
     model: GPTModel,
     step: Step,
     mesh: ParallelMesh,
-    parts: list[tuple[Tensor, Tensor]],
+    parts: list[_Part],
     trace: Trace,
     roles: dict[str, Role],
 ) -> None:
@@ -171,7 +185,7 @@ def _train_on_mesh(
     def wrap(module: nn.Module) -> Any:
         return fully_shard(
             module, device_mesh=mesh, zero_dp_strategy=step.strategy, reproducible=True,
-            calculate_per_token_loss=per_token,
+            invariant=model.config.invariant, calculate_per_token_loss=per_token,
         )  # fmt: skip
 
     runner = None
@@ -183,7 +197,9 @@ def _train_on_mesh(
     modules = {name: each for stage in stages for name, each in stage.named_modules()}
     with recording(modules, trace):
         if runner is not None:
-            runner.step(*(torch.cat(each) for each in zip(*parts, strict=True)))
+            batch = (torch.cat(each) for each in zip(*(given for given, _ in parts), strict=True))
+            named = {name: torch.cat([by[name] for _, by in parts]) for name in parts[0][1]}
+            runner.step(*batch, **named)
         else:
             stage = stages[0]
             for at, part in enumerate(parts):
@@ -192,7 +208,7 @@ def _train_on_mesh(
                         stack.enter_context(cast(SumsGradients, stage).no_sync())
                     _backward(stage, step, part, len(parts))
             axis = mesh.axis("cp") if mesh.layout.cp > 1 else None
-            counts = [(cut_sequence(labels, axis) != IGNORED).sum() for _, labels in parts]
+            counts = [(cut_sequence(labels, axis) != IGNORED).sum() for (_, labels), _ in parts]
             finalize_grads(stage, mesh, num_tokens=sum(counts) if per_token else None)
     for stage in stages:
         trace.add_parameters("gradient of parameter", full_gradients(stage), roles)
@@ -200,10 +216,18 @@ def _train_on_mesh(
         trace.add_parameters("parameter after", full_parameters(stage), roles)
 
 
-def _backward(model: nn.Module, step: Step, part: tuple[Tensor, Tensor], parts: int) -> None:
+def _nothing(rows: slice) -> dict[str, Tensor]:
+    """The `Inputs` of a model that is given tokens and labels alone."""
+    return {}
+
+
+def _backward(model: nn.Module, step: Step, part: _Part, parts: int) -> None:
     """Forward and backward of a microbatch, whose loss is weighed so that gradients are added."""
-    loss = model(*part, reduction="sum") if step.loss == "per_token" else model(*part) / parts
-    loss.backward()
+    given, named = part
+    if step.loss == "per_token":
+        named = {**named, "reduction": "sum"}  # type: ignore[dict-item]
+    loss = model(*given, **named)
+    (loss if step.loss == "per_token" else loss / parts).backward()
 
 
 def _optimizer(module: nn.Module) -> torch.optim.Optimizer:

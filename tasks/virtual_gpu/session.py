@@ -15,7 +15,6 @@ from tasks.environment import CHILD_ENV
 OUT_OF_REACH = 69
 SOURCES = ROOT / "testing" / "virtual_gpu" / "src"
 TESTS = ("testing/virtual_gpu/tests", "tests/virtual_gpu")
-WHAT = ("all", "budgets", "order", "python", "test")
 # What the tests and the layers need beside torch.
 NEEDS = ("pytest", "hypothesis", "einops", "safetensors")
 
@@ -46,22 +45,22 @@ def set_up(session: nox.Session, torch: str = "2.14") -> Path:
 
 @nox.session(venv_backend="none", default=False, name="virtual-gpu")
 def virtual_gpu(session: nox.Session) -> None:
-    """A GPU that is not there, tested; `-- budgets` of a step; `-- all` tests for GPUs."""
+    """A GPU that is not there: `-- budgets` of a step, `-- all` tests, `-- tests` with values."""
     words = list(session.posargs)
     torch = words.pop(words.index("--torch") + 1) if "--torch" in words else "2.14"
     words = [word for word in words if word != "--torch"]
     python = set_up(session, torch)
     what = (
         words.pop(0)
-        if words[:1] in (["budgets"], ["all"], ["order"], ["python"], ["test"])
+        if words[:1] in (["budgets"], ["all"], ["order"], ["python"], ["test"], ["tests"])
         else "test"
     )
     if what == "python":  # for one's own program
         command = [str(python), *words]
     elif what == "order":
         command = [str(python), "tests/order_scenarios.py", "--cuda", *words]
-    elif what in ("budgets", "all"):
-        module = {"budgets": "budgets", "all": "everything"}[what]
+    elif what in ("budgets", "all", "tests"):
+        module = {"budgets": "budgets", "all": "everything", "tests": "with_values"}[what]
         command = [str(python), "-m", f"tasks.virtual_gpu.{module}", *words]
     else:
         command = [str(python), "-m", "pytest", "-q", *TESTS, *words]

@@ -1,0 +1,173 @@
+"""All tests of ours on the virtual GPU that computes: values are asserted, and races fail a test.
+
+`python3 noxfile.py -s virtual-gpu -- tests` runs the files marked for GPUs, the tests of parity,
+and each layer's cells of NCCL on 1, 2 and 4 ranks, at once and under an adversary whose seed is
+the commit's. It ends after 60 minutes (`--minutes`); every part has its turn, and the next run goes
+on where this one ended. `-- tests --slow` has five seeds and 8 ranks too. `-- tests --ci` is a
+sample that takes some three minutes. `-- tests ddp-2` chooses parts. `--keep` writes the section
+"With values" of `docs/records/virtual-gpu.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.bootstrap import LAYERS
+from tasks.matrix.history import state_of
+from tasks.matrix.record import Result, read_results
+from tasks.virtual_gpu.everything import MARKED, RECORD, RESULTS, ROOT, Part, run
+
+HEADING = "## With values\n"
+END = "<!-- end of the section that `-- tests --keep` writes -->\n"
+WORLDS, SLOW_WORLDS = (1, 2, 4), (1, 2, 4, 8)
+SEEDS, SLOW_SEEDS = 1, 5
+PARITY = tuple(
+    f"packages/{path}"
+    for path in (
+        "fsdp/tests/test_parity.py", "fsdp/tests/test_strategies.py",
+        "ddp/tests/test_strategies.py", "models/tests/test_mesh_parity.py",
+        "checkpoint/tests/test_strategies.py",
+    )
+)  # fmt: skip
+# What a few minutes hold: copies and collectives, an optimizer, the strategies of both wrappers.
+SAMPLE = (
+    "packages/collectives/tests/test_cuda.py",
+    "packages/ddp/tests/test_optimizers.py::"
+    "test_what_users_change_between_steps_is_what_the_next_step_uses",
+    "packages/fsdp/tests/test_strategies.py::"
+    "test_every_combination_over_one_axis_equals_the_bit_oracle",
+)
+
+
+@dataclass(frozen=True)
+class Computed(Part):
+    """A part whose values are computed, in an order and under a seed; a race fails its test."""
+
+    seed: int = 0
+
+    @property
+    def results(self) -> Path:
+        """Return the file that has each test's result at this state of the sources."""
+        kind = f"{self.order}-{self.seed}" if self.order == "adversarial" else self.order
+        return RESULTS / state() / f"{self.name}-{kind}.jsonl"
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return the device's settings."""
+        return {**super().settings, "VGPU_SEED": str(self.seed), "VGPU_RACES": "fail"}
+
+
+@functools.cache
+def state() -> str:
+    """Return a digest of the sources: what has passed on others runs again."""
+    return state_of(ROOT, ["packages", "testing", "tests/test_gpu.py"])[:12]
+
+
+def commit() -> str:
+    """Return the commit that is tested."""
+    git = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip() or "0"
+
+
+def orders(seeds: int) -> list[tuple[str, int]]:
+    """Return the orders with their seeds: at once, and adversaries whose seeds are the commit's."""
+    first = int(commit()[:7], 16) % 10_000
+    return [("at-once", 0), *(("adversarial", first + number) for number in range(seeds))]
+
+
+def words_of(worlds: Sequence[int]) -> dict[str, tuple[str, ...]]:
+    """Return each part's words for pytest: marked files, parity, then the cells of NCCL."""
+    cells = {
+        f"{layer}-{world}": (f"packages/{layer}/tests", *nccl(world))
+        for world in worlds
+        for layer in LAYERS
+    }
+    return {**MARKED, "parity": (*PARITY, *nccl(2)), **cells}
+
+
+def nccl(world: int) -> tuple[str, ...]:
+    """Return the words for a cell."""
+    return ("--backend", "nccl", "--world-size", str(world))
+
+
+def parts(slow: bool = False) -> list[Computed]:
+    """Return all parts in the order in which they have their turn."""
+    named = words_of(SLOW_WORLDS if slow else WORLDS)
+    kinds = orders(SLOW_SEEDS if slow else SEEDS)
+    return [Computed(name, words, *kind) for name, words in named.items() for kind in kinds]
+
+
+def sample() -> list[Computed]:
+    """Return what CI runs: the sample at once and under the commit's adversary."""
+    return [Computed("sample", (*SAMPLE, *nccl(2)), *kind) for kind in orders(1)]
+
+
+def page(chosen: Sequence[Computed]) -> Iterator[str]:
+    """Yield the section of the record in Markdown."""
+    yield f"`python3 noxfile.py -s virtual-gpu -- tests --keep` on {time.strftime('%Y-%m-%d')} at"
+    yield f"`{commit()[:8]}`. Values are asserted, and a race fails its test.\n"
+    yield "| part | order | seed | passed | skipped | failed |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    failures: list[tuple[Computed, Result]] = []
+    unrun = []
+    for part in chosen:
+        counts = Counter(result.outcome for result in results_of(part))
+        failures += [(part, each) for each in results_of(part) if each.outcome == "failed"]
+        if counts:
+            figures = (counts[outcome] for outcome in ("passed", "skipped", "failed"))
+            yield f"| {part.name} | {part.order} | {part.seed} | {' | '.join(map(str, figures))} |"
+        else:
+            unrun.append(f"{part.name} {part.order}")
+    yield f"\nNot begun: {', '.join(unrun) or 'none'}."
+    yield f"\nFailed: {len(failures)}.\n"
+    for part, result in failures:
+        reason = (result.reason or "no reason").splitlines()[0][:150].replace("`", "'")
+        yield f"- `{result.case}` ({part.order}, {part.seed}): `{reason}`"
+
+
+def results_of(part: Part) -> list[Result]:
+    """Return the last result of each test of a part."""
+    return list(read_results(part.results).values())
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the parts that the words choose; return 1 if a test of them failed."""
+    parser = argparse.ArgumentParser("noxfile.py -s virtual-gpu -- tests", allow_abbrev=False)
+    parser.add_argument("names", nargs="*", metavar="PART", help="such as ddp-2; all if none")
+    parser.add_argument("--minutes", type=float, default=60.0, help="for all together")
+    parser.add_argument("--slow", action="store_true", help="five seeds, and 8 ranks too")
+    parser.add_argument("--ci", action="store_true", help="a sample of some three minutes")
+    parser.add_argument("--keep", action="store_true", help="write the record")
+    options = parser.parse_args(words)
+    every = sample() if options.ci else parts(options.slow)
+    chosen = [part for part in every if not options.names or part.name in options.names]
+    if not chosen:
+        print("there is no such part; there are", *dict.fromkeys(part.name for part in every))
+        return 1
+    end = time.monotonic() + 60 * options.minutes
+    for place, part in enumerate(chosen):
+        # An even share of what is left, so that every part has its turn.
+        seconds = (end - time.monotonic()) / (len(chosen) - place)
+        part.results.parent.mkdir(parents=True, exist_ok=True)
+        if seconds > 0:
+            run(part, seconds)
+    if options.keep:
+        before, _, rest = RECORD.read_text().partition(HEADING)
+        kept = rest.partition(END)[2]
+        RECORD.write_text(f"{before}{HEADING}\n" + "\n".join(page(chosen)) + f"\n\n{END}{kept}")
+    ended = [result for part in chosen for result in results_of(part)]
+    counts = Counter(result.outcome for result in ended)
+    print(", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
+    return int(bool(counts["failed"] or not ended))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

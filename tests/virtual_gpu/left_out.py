@@ -1,0 +1,182 @@
+"""Leaves out each wait of Lamina, and of torch's FSDP2, in turn, and says what shows it.
+
+`VGPU_COMPUTE=adversarial VGPU_SHARE=0 python tests/virtual_gpu/left_out.py [SCENARIO...]` in the
+environment of the virtual GPU: `tests/order_scenarios.py` has the scenarios, `FSDP2` is one more.
+The wait does not happen, the rest runs as ever. A race, an error, or another number after a step
+shows it. One process plays rank 0 of four.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
+
+import order_scenarios as scenarios  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from one_of_eight import start  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
+
+import lamina_virtual_gpu as virtual_gpu  # noqa: E402
+from lamina.collectives.call import collective  # noqa: E402
+from lamina_testing.toys import Block, OddNet  # noqa: E402
+from lamina_testing.walk import path_in_lamina  # noqa: E402
+
+RANKS = 4
+FSDP2 = "/torch/distributed/fsdp/_fully_shard/"
+BETWEEN = (__file__, "/torch/cuda/streams.py", "/torch/_utils.py", "/unittest/mock.py")
+USUAL = (
+    "strategy 3", "HSDP", "slots", "dropped handles", "a backward on another stream",
+    "DDP, sharded optimizer", "offload", "tp 2", "offloaded activations", "staged checkpoint",
+    "FSDP2",
+)  # fmt: skip
+Site = str
+
+
+def site() -> Site:
+    """Return the line that waits, "" if it is neither Lamina's nor FSDP2's."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(BETWEEN):
+        frame = frame.f_back
+    name = frame.f_code.co_filename
+    file = path_in_lamina(name)
+    if not file and FSDP2 in name:
+        file = "torch: " + name.rpartition("/")[2]
+    return f"{file}:{frame.f_lineno} {frame.f_code.co_qualname}" if file else ""
+
+
+class Device:
+    """What a scenario asks of a `Recording` on a GPU."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.on_gpu, self.facts_on_host = True, True
+
+    def unseen(self) -> contextlib.AbstractContextManager[None]:
+        """A copy of data is a copy like others here."""
+        return contextlib.nullcontext()
+
+    all_on_host = unseen
+
+    def on_host(self, *tensors: Any, pinned: bool = False) -> None:
+        """Tensors of the host are on the host."""
+
+
+def fsdp2(device: Any) -> None:
+    """A toy model under torch's own `fully_shard`."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = OddNet(11).to(device.device)
+    for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
+        fully_shard(module)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(scenarios.STEPS):
+        model(scenarios.data(device, model, step)).float().square().mean().backward()
+        adamw.step()
+        adamw.zero_grad()
+
+
+@contextlib.contextmanager
+def left_out(without: Site | None, seen: Counter[Site]) -> Iterator[None]:
+    """Count the waits of the block, and let one not happen."""
+
+    def happens() -> bool:
+        line = site()
+        if line:
+            seen[line] += 1
+        return not line or line != without
+
+    def stays(method: Callable[..., Any], answer: Any = None) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*given: Any, **named: Any) -> Any:
+            return method(*given, **named) if happens() else answer
+
+        return run
+
+    wait = collective.Handle.wait
+
+    def waited(handle: Any) -> None:
+        if handle._pending and handle._end is not None and not happens():
+            handle._end.forget()
+            return
+        wait(handle)
+
+    with contextlib.ExitStack() as stack:
+        owners = ((torch.cuda.Stream, ("wait_stream", "wait_event", "synchronize")),
+                  (torch.cuda.Event, ("wait", "synchronize")),
+                  (torch.Tensor, ("record_stream",)))  # fmt: skip
+        for owner, names in owners:
+            for name in names:
+                method = stays(getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, method))
+        stack.enter_context(
+            mock.patch.object(dist.Work, "wait", stays(dist.Work.wait, answer=True))
+        )
+        stack.enter_context(mock.patch.object(collective.Handle, "wait", waited))
+        yield
+
+
+def run(name: str, without: Site | None = None) -> tuple[Counter[Site], list[Any], list[str]]:
+    """Run a scenario; return its waits, the numbers after each step, and what it says."""
+    numbers: list[torch.Tensor] = []
+    seen: Counter[Site] = Counter()
+
+    def keep(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            numbers.extend(p.detach().float().sum() for p in group["params"] if p.numel())
+
+    scenario: Any = fsdp2 if name == "FSDP2" else scenarios.SCENARIOS[name]
+    hook = register_optimizer_step_post_hook(keep)
+    said: list[str] = []
+    virtual_gpu.forget_races()
+    try:
+        with left_out(without, seen):
+            scenario(Device())
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}".splitlines()[0])
+    finally:
+        hook.remove()
+    torch.cuda.synchronize()
+    values = [float(x) for x in numbers]
+    return seen, values, [*virtual_gpu.races(), *said]
+
+
+def differ(before: list[float], after: list[float]) -> bool:
+    """Whether a number is another one; NaN is a number."""
+    pairs = zip(before, after, strict=False)
+    return len(before) != len(after) or any(a != b and not (a != a and b != b) for a, b in pairs)
+
+
+def main(names: list[str]) -> int:
+    """Print a line of JSON for each scenario: what shows each wait that is left out."""
+    start(world=RANKS)
+    for name in names or USUAL:
+        seen, before, said = run(name)
+        shown: dict[Site, str] = {}
+        for wait in sorted(seen):
+            _, after, says = run(name, wait)
+            fresh = [text for text in says if text not in said]
+            how = ["a race"] if any("a race" in text for text in fresh) else []
+            how += ["an error"] if any("a race" not in text for text in fresh) else []
+            how += ["a wrong number"] if differ(before, after) else []
+            shown[wait] = ", ".join(how)
+        row = {"scenario": name, "seed": os.environ.get("VGPU_SEED", "0"), "says": said}
+        print(json.dumps({**row, "waits": sum(seen.values()), "shown": shown}), flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # the process group's threads would wait for the other ranks
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

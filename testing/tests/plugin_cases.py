@@ -60,6 +60,22 @@ def test_skip():
 
 
 @pytest.mark.ranks(2)
+def test_skip_for_all(ranks):
+    if ranks.rank == 1:
+        skip = pytest.skip.Exception("nothing was computed")
+        skip.for_all_ranks = True
+        raise skip
+    time.sleep(1000)
+
+
+@pytest.mark.ranks(2)
+def test_failure_before_a_skip_for_all(ranks):
+    assert ranks.rank == 1
+    time.sleep(0.5)
+    test_skip_for_all(ranks)
+
+
+@pytest.mark.ranks(2)
 def test_one_rank_passes_long_before_the_other(ranks, tmp_path):
     file = tmp_path / "pid"
     if ranks.rank == 0:

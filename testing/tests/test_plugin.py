@@ -160,6 +160,13 @@ def test_a_failure_to_leave_the_process_group_is_a_failure(report):
     assert "RuntimeError: cannot leave" in report.output
 
 
+def test_a_rank_can_skip_for_the_others_what_they_have_not_ended(report):
+    assert report.skip("test_skip_for_all") == "nothing was computed"
+    assert float(report.cases["test_skip_for_all"].get("time", 0)) < 50
+    headline, *_ = report.failure("test_failure_before_a_skip_for_all")
+    assert headline.startswith("rank 0 of 2: AssertionError")
+
+
 def test_skips_and_expected_failures_inside_bodies_count_as_such(report):
     assert report.skip("test_skip") == "for a reason"
     assert report.skip("test_xfail") == "known"

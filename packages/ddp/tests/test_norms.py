@@ -28,10 +28,10 @@ def exact(tensors, order):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("order", [2.0, 3.0, math.inf])
 def test_torch_and_clip_grad_norm_round_the_same_sum_once(order, ranks):
-    model = nn.Module()
-    for name, slope in SLOPES.items():
+    model, slopes = nn.Module(), {n: slope.to(device_type()) for n, slope in SLOPES.items()}
+    for name, slope in slopes.items():
         model.register_parameter(name, nn.Parameter(torch.zeros_like(slope)))
-    model.forward = lambda: sum((getattr(model, n) * slope).sum() for n, slope in SLOPES.items())
+    model.forward = lambda: sum((getattr(model, n) * slope).sum() for n, slope in slopes.items())
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     wrapped = DistributedDataParallel(model, config, ParallelLayout().build(device_type()))
     wrapped().backward()

@@ -120,7 +120,7 @@ class RankOutcome:
     `time` is when, on the machine's monotonic clock in seconds; `summary` one line; `text`
     the formatted traceback or the stack of a rank that had to be killed. `reusable` says that
     the process is as it was before the body, so that another body can follow. `value` is what the
-    body returned, pickled; empty for None.
+    body returned, pickled; empty for None. `for_all_ranks` says that a skip ends the whole job.
     """
 
     rank: int
@@ -133,6 +133,7 @@ class RankOutcome:
     stderr: str = ""
     reusable: bool = False
     value: bytes = b""
+    for_all_ranks: bool = False
 
 
 def send(connection: socket.socket, message: object) -> None:

@@ -282,7 +282,9 @@ def _portable(warning: warnings.WarningMessage) -> RankWarning:
 def _failure(job: Job, rank: int, error: BaseException) -> RankOutcome:
     when = time.monotonic()
     if isinstance(error, pytest.skip.Exception):
-        return RankOutcome(rank, "skipped", when, summary=str(error.msg))
+        # Without arithmetic (`lamina_virtual_gpu.values`) one rank's number may part the ranks.
+        everywhere = getattr(error, "for_all_ranks", False)
+        return RankOutcome(rank, "skipped", when, str(error.msg), for_all_ranks=everywhere)
     if isinstance(error, pytest.xfail.Exception):
         return RankOutcome(rank, "xfailed", when, summary=str(error.msg))
     lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()

@@ -92,6 +92,7 @@ class Supervision:
                         selector.unregister(member.connection)
                 self.hasten()
         self.give_up()
+        self.skip_for_all()
         return [self.known[member.rank] for member in self.members]
 
     def running(self) -> list[Member]:
@@ -108,7 +109,7 @@ class Supervision:
     def hasten(self) -> None:
         """Once a rank has failed, or passed long ago, don't let the others wait for it."""
         now = time.monotonic()
-        if any(outcome.status in _BAD for outcome in self.known.values()):
+        if any(outcome.status in _BAD or outcome.for_all_ranks for outcome in self.known.values()):
             self.deadline = min(self.deadline, now + _GRACE)
             self.release()
         elif any(outcome.time + _HOLD < now for outcome in self.known.values()):
@@ -140,6 +141,17 @@ class Supervision:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(member.pid, signal.SIGKILL)
 
+    def skip_for_all(self) -> None:
+        """Where a rank has skipped the test for all, count nothing that others did afterwards."""
+        skips = [outcome for outcome in self.known.values() if outcome.for_all_ranks]
+        if not skips:
+            return
+        first = min(skips, key=lambda outcome: outcome.time)
+        for outcome in self.known.values():
+            if outcome.status in _BAD and outcome.time > first.time:
+                outcome.status, outcome.summary, outcome.text = "skipped", first.summary, ""
+                outcome.for_all_ranks = True
+
     def can_stay(self) -> bool:
         """Have all ranks leave their process group; return whether a next job may use them."""
         if self.released or not all(outcome.reusable for outcome in self.known.values()):
@@ -163,7 +175,8 @@ class Supervision:
         for member in self.members:
             code = member.end(patience=_END if self.released else 0.0)
             outcome = self.known[member.rank]
-            if self.released and outcome.status not in _BAD and code != 0:
+            ended_here = outcome.status in _BAD or outcome.for_all_ranks
+            if self.released and not ended_here and code != 0:
                 reason = f"exited with code {code}" if code > 0 else f"was killed by {_name(-code)}"
                 if -code == signal.SIGKILL:
                     reason = f"did not end within {_END:g} s"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 SUITE = """
+from contextlib import nullcontext
+
 import pytest
 import torch
 from elsewhere import cut, given
@@ -76,6 +78,33 @@ def test_an_error_of_the_program_from_values():
 
 def test_the_same_function_where_it_reads_nothing():
     cut(torch.ones(3, device="cuda"), [1, 1])
+
+def refuse(limit):
+    raise ValueError(limit)
+
+def test_an_error_of_a_number_that_the_line_read():
+    refuse(torch.ones(1, device="cuda").item())
+
+def test_an_error_of_a_number_that_was_read_before():
+    limit = torch.ones(1, device="cuda").item() / 2
+    refuse(limit)
+
+def test_an_error_of_a_number_that_was_not_read():
+    limit = 0.5
+    refuse(limit)
+
+def test_a_float_that_no_device_has_given():
+    ratio, limit = 0.8, 0.75
+    assert ratio <= limit
+
+def test_a_number_in_place_of_none():
+    norm = None if torch.zeros(1, device="cuda").item() == 0 else 3.0
+    assert norm == 3.0
+
+def test_an_error_that_is_expected_on_some_ranks():
+    expected = pytest.raises(ValueError)
+    with expected if torch.cuda.is_available() else nullcontext():
+        cut(torch.ones(3, device="cuda"), None if torch.ones(1, device="cuda").item() else [3])
 """
 
 # pytest leaves its asserts as they are.
@@ -124,6 +153,12 @@ def test_only_asserts_about_values_are_passed_over(outcomes):
         "test_an_error_of_the_program": "FAILED",
         "test_an_error_of_the_program_from_values": "SKIPPED",
         "test_the_same_function_where_it_reads_nothing": "FAILED",
+        "test_an_error_of_a_number_that_the_line_read": "SKIPPED",
+        "test_an_error_of_a_number_that_was_read_before": "SKIPPED",
+        "test_an_error_of_a_number_that_was_not_read": "FAILED",
+        "test_a_float_that_no_device_has_given": "FAILED",
+        "test_a_number_in_place_of_none": "PASSED",
+        "test_an_error_that_is_expected_on_some_ranks": "SKIPPED",
     }
     # The byte code of one mode is not taken for the other's.
     assert set(outcomes(VGPU_VALUES="").values()) == {"FAILED"}

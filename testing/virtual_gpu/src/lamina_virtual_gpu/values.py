@@ -2,8 +2,8 @@
 
 `VGPU_VALUES=unknown` switches it on for pytest. An assert that fails is passed over if it read a
 number from a device, or if it is about tensors or floats. All other asserts count: errors, memory,
-addresses, launches, waits, order. An error of the program counts, unless it came out of a call that
-had read a number from a device: sizes that were never computed fit nothing.
+addresses, launches, waits, order. An error of the program counts, unless a number of a device steered
+it: the call that it came out of had read one, or was given one by the test.
 """
 
 # Note [Asserts about values]
@@ -12,9 +12,10 @@ had read a number from a device: sizes that were never computed fit nothing.
 # `try`, and so is each call that stands alone, since helpers assert too. If an AssertionError comes
 # out, `judge` looks at it. It is passed over if one of these holds:
 # - the statement has copied from a device to the host (`item`, `torch.equal`, a comparison's bool);
-# - a name in the assert that failed stands for a tensor, for a float, or for a collection of them.
-#   Such an assert compares what was brought to the host earlier. Where the function has read from a
-#   device before, that goes for a bool too: the answer of `torch.equal`.
+# - a name in the assert that failed stands for a tensor, or for a collection of them.
+# - the function has read from a device before, itself or in a call, and a name or a number in the
+#   assert is a float, or a name is a bool: the answer of `torch.equal`.
+#   Such an assert compares what was brought to the host earlier.
 # The body of a test is put into `try` as well, because a helper's result may have to be there for
 # the test to go on. Such a test is skipped from there. So is one whose `with pytest.raises(...)`
 # saw no error after a read: a NaN may not have been computed. `torch.testing` compares all but the
@@ -25,7 +26,13 @@ had read a number from a device: sizes that were never computed fit nothing.
 # A program may steer by numbers of the device: a router's counts, the places of a token. They are
 # zeros here, and the program stops at sizes that do not add up. The device tells of each read, and
 # the functions that run then are noted, the test's own aside. A test is skipped from where an error
-# came out of one of those.
+# came out of one of those. A test may also hand on what it read (`clip(model, float(norm) / 2)`): it
+# is skipped where the line that failed has read itself, or names a float in a function that had read.
+#
+# Note [Ranks that values part]
+#
+# A number may decide on one rank alone. The others then wait for a message that does not come. So a
+# rank that is skipped for a value tells it (`for_all_ranks`), and the test bed ends the others.
 
 from __future__ import annotations
 
@@ -37,7 +44,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from lamina_virtual_gpu.activate import LIBRARY_FOLDER
 
@@ -64,23 +71,43 @@ def judge_expected(error: BaseException, before: int) -> None:
 
     if not isinstance(error, pytest.fail.Exception) or reads() == before:
         raise error
-    pytest.skip("no arithmetic: nothing was computed that could be refused")
+    skip("nothing was computed that could be refused")
+
+
+def skip(reason: str) -> NoReturn:
+    """End a test, on the other ranks too."""
+    import pytest
+
+    skipped = pytest.skip.Exception(f"no arithmetic: {reason}")
+    skipped.for_all_ranks = True  # type: ignore[attr-defined]
+    raise skipped
 
 
 # The calls that have read from a device since the test began, by their frames' addresses: a frame
 # that was kept would keep its tensors, and tests count memory. A test's frame has nothing of this.
 _readers: set[tuple[int, CodeType]] = set()
+# The lines at which they read themselves, not through another function than torch's.
+_lines: dict[tuple[int, CodeType], set[int]] = {}
 
 
 @functools.cache
 def _note_readers() -> Any:
     def note() -> None:
-        frame = sys._getframe().f_back
+        frame, inside_torch = sys._getframe().f_back, True
         while frame is not None:
-            _readers.add((id(frame), frame.f_code))
+            key = (id(frame), frame.f_code)
+            if inside_torch and not is_of_torch(frame):
+                inside_torch = False
+                _lines.setdefault(key, set()).add(frame.f_lineno)
+            _readers.add(key)
             frame = frame.f_back
 
     return ctypes.CFUNCTYPE(None)(note)
+
+
+def is_of_torch(frame: FrameType) -> bool:
+    """Whether a function is torch's, or the test bed's, which chooses the device of tensors."""
+    return str(frame.f_globals.get("__name__")).startswith(("torch.", "lamina_testing."))
 
 
 def watch_reads() -> None:
@@ -92,6 +119,7 @@ def watch_reads() -> None:
 def begin_test() -> None:
     """Forget the calls of the test before."""
     _readers.clear()
+    _lines.clear()
 
 
 def judge(error: AssertionError, before: int) -> None:
@@ -102,12 +130,25 @@ def judge(error: AssertionError, before: int) -> None:
 
 def judge_test(error: Exception) -> None:
     """End a test at an error that may come from values; raise any other again."""
-    of_values = isinstance(error, AssertionError) and about_values(error.__traceback__)
-    if not of_values and not any(map(has_read, program_frames(error.__traceback__))):
+    traceback = error.__traceback__
+    of_values = isinstance(error, AssertionError) and about_values(traceback)
+    if not of_values and not steered(traceback):
         raise error
-    import pytest
+    skip("the rest of the test depends on values")
 
-    pytest.skip("no arithmetic: the rest of the test depends on values")
+
+def steered(traceback: TracebackType | None) -> bool:
+    """Whether the call that an error came out of has read from a device, or was given a number."""
+    if any(map(has_read, program_frames(traceback))):
+        return True
+    while traceback is not None:
+        frame, line = traceback.tb_frame, traceback.tb_lineno
+        lines = _lines.get((id(frame), frame.f_code)) if MODULE in frame.f_globals else None
+        given = named(frame, line, ast.Call) if lines else []
+        if lines and (line in lines or any(isinstance(part, VALUES) for part in given)):
+            return True
+        traceback = traceback.tb_next
+    return False
 
 
 def has_read(frame: FrameType) -> bool:
@@ -130,15 +171,15 @@ def about_values(traceback: TracebackType | None) -> bool:
         last, traceback = traceback, traceback.tb_next
     if last is None:
         return False
-    kinds = (bool, *VALUES) if has_read(last.tb_frame) else VALUES
-    return any(is_value(part, kinds) for part in named(last.tb_frame, last.tb_lineno))
+    kinds = (bool, *VALUES) if has_read(last.tb_frame) else ()
+    return any(is_value(part, kinds) for part in named(last.tb_frame, last.tb_lineno, ast.Assert))
 
 
-def named(frame: FrameType, line: int) -> list[Any]:
-    """Return what the names and attributes of the assert at a line stand for."""
+def named(frame: FrameType, line: int, kind: type[ast.Assert] | type[ast.Call]) -> list[Any]:
+    """Return what the names and attributes of the assert, or of the calls, at a line stand for."""
     found = []
     for node in statements(frame.f_code.co_filename):
-        if isinstance(node, ast.Assert) and node.lineno <= line <= (node.end_lineno or node.lineno):
+        if isinstance(node, kind) and node.lineno <= line <= (node.end_lineno or node.lineno):
             for part in ast.walk(node):
                 try:
                     found.append(resolved(part, frame))
@@ -154,12 +195,14 @@ def statements(file: str) -> list[ast.AST]:
 
 
 def resolved(node: ast.AST, frame: FrameType) -> Any:
-    """Return what a name, or an attribute of one, stands for."""
+    """Return what a name, an attribute of one, or a number stands for."""
     if isinstance(node, ast.Name):
         scopes: tuple[Mapping[str, Any], ...] = (frame.f_locals, frame.f_globals)
         return next(scope[node.id] for scope in scopes if node.id in scope)
     if isinstance(node, ast.Attribute):
         return getattr(resolved(node.value, frame), node.attr)
+    if isinstance(node, ast.Constant) and isinstance(node.value, VALUES):
+        return node.value
     raise LookupError(node)
 
 
@@ -215,9 +258,6 @@ def tried(body: list[ast.stmt], errors: str, judgement: ast.Expr) -> ast.Try:
     return ast.Try(body, [handler], [], [])
 
 
-EXPECTS = ("pytest.raises(", "pytest.warns(")
-
-
 class _Guard(ast.NodeTransformer):
     """Puts asserts, calls that stand alone, expected errors and tests into `try`."""
 
@@ -241,10 +281,10 @@ class _Guard(ast.NodeTransformer):
     def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.stmt]:
         return self.guarded(node) if isinstance(node.value, ast.Call) else node
 
-    def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
+    def visit_With(self, node: ast.With) -> list[ast.stmt]:
+        # It may stand for `pytest.raises`, also by another name.
         self.generic_visit(node)
-        expects = any(ast.unparse(item.context_expr).startswith(EXPECTS) for item in node.items)
-        return self.guarded(node, "BaseException", "judge_expected") if expects else node
+        return self.guarded(node, "BaseException", "judge_expected")
 
     def guarded(
         self, node: ast.stmt, errors: str = "AssertionError", judgement: str = "judge"

@@ -65,6 +65,33 @@ def test_a_unit_is_one_message_and_takes_few_launches_and_events(on_rank_0):
     assert events <= 3 * (gathers + sums) + sums
 
 
+def test_a_step_after_a_backward_that_raised_has_its_weights(on_rank_0):
+    """Autograd's thread for the GPU drops what it holds a moment after the caller has the error."""
+    text = """
+        import torch
+
+        def fail(_):
+            raise ArithmeticError("planted")
+
+        start()
+        (model, optimizer), raised = sharded(), 0
+        for _ in range(40):
+            train(model, optimizer, 1)
+            hook = model.blocks[0].register_forward_hook(
+                lambda _, arguments, out: out.register_hook(fail) and None
+            )
+            try:
+                train(model, optimizer, 1)
+            except ArithmeticError:
+                raised += 1
+            hook.remove()
+            optimizer.zero_grad()
+        train(model, optimizer, 1)
+        end(raised)
+    """
+    assert on_rank_0(text) == 40
+
+
 def test_torchs_sanitizer_looks_at_a_step_with_released_weights(on_rank_0):
     text = """
         start()

@@ -98,7 +98,7 @@ def test_an_exception_in_backward_leaves_nothing_behind(strategy, ranks):
 def test_evaluation_between_backward_and_step_does_not_hide_the_update(strategy, ranks):
     model = build()
     model, optimizer = shard(model, sgd(model.parameters()), 2, strategy)
-    model.to("cpu")  # as trainers do: torch swaps what is sharded
+    model.to(device_type())  # as trainers do: torch swaps what is sharded
     for step in range(3):
         with torch.no_grad():
             model(inputs(model, 5))

@@ -29,7 +29,6 @@ from lamina.models import (
     training_flops_per_token,
 )
 from lamina.models.attention import GatedAttention
-from lamina.models.parallel_types import check_types
 from lamina_testing import device_type
 
 from . import moe_parity, test_context_parallel, test_tensor_parallel
@@ -123,6 +122,9 @@ def test_scores_and_gates_train_over_cp(way):
 
 @pytest.mark.parametrize("name", list(PARTS))
 def test_the_parts_fit_on_a_mesh(name):
+    pytest.importorskip("spmd_types")
+    from lamina.models.parallel_types import check_types
+
     way = "ring" if PARTS[name].scores is None else "ulysses"
     config = replace(PARTS[name], sequence_parallel=True, context_parallel=way)
     with init_distributed("fake", world_size=8):

@@ -171,6 +171,8 @@ def _enter_environment(assignment: Assignment, rank: int) -> None:
     variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     for name in (*variables, "MASTER_PORT"):
         os.environ.pop(name, None)
+    if job.device == "cuda":  # for `lamina_virtual_gpu.values`
+        os.environ["VGPU_STEERED"] = f"{assignment.place.directory}/{rank}.steered"
     if not job.init:
         # The body starts the process group itself: give it what torchrun would.
         size = str(job.world_size)

@@ -114,6 +114,8 @@ class Supervision:
             self.release()
         elif any(outcome.time + _HOLD < now for outcome in self.known.values()):
             self.release()
+            if self.is_steered():
+                self.deadline = now
 
     def release(self) -> None:
         """Let the ranks that have reported leave their process group and exit."""
@@ -141,8 +143,20 @@ class Supervision:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(member.pid, signal.SIGKILL)
 
+    def is_steered(self) -> bool:
+        """Whether a rank's program has read a number that a virtual GPU did not compute."""
+        return any(self.place.glob("*.steered"))
+
     def skip_for_all(self) -> None:
-        """Where a rank has skipped the test for all, count nothing that others did afterwards."""
+        """Where a rank has skipped the test for all, count nothing that others did afterwards.
+
+        Ranks that numbers steer, which nothing has computed, wait for each other for no fault.
+        """
+        hung = [outcome for outcome in self.known.values() if outcome.status == "hung"]
+        if hung and self.is_steered():
+            for outcome in hung:
+                outcome.status, outcome.text, outcome.for_all_ranks = "skipped", "", True
+                outcome.summary = "no arithmetic: ranks wait for each other after one read a value"
         skips = [outcome for outcome in self.known.values() if outcome.for_all_ranks]
         if not skips:
             return

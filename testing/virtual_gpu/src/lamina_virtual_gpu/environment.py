@@ -38,10 +38,15 @@ def site_packages(folder: Path) -> Path:
     return found
 
 
-def sources_digest() -> str:
-    """Hash of this package, so that an environment knows when it is out of date."""
+# What the libraries are built from, beside the sources in C++.
+BUILDERS = ("building.py", "libraries.py", "profiles.py")
+
+
+def digest(built: bool) -> str:
+    """Hash of this package, or of what its libraries are built from."""
     texts = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.*"))
-             if path.suffix in (".py", ".cpp", ".h")]  # fmt: skip
+             if path.suffix in (".cpp", ".h") or path.name in BUILDERS
+             or (path.suffix == ".py" and not built)]  # fmt: skip
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
@@ -92,18 +97,26 @@ def set_up(folder: Path, torch: str = "2.14", more: tuple[str, ...] = ()) -> Non
             subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         install_torch(folder, version, triton, *more)
         made = wants
-    if made.get("sources") != sources_digest():
-        put_stand_ins(folder)
-        stamp.write_text(json.dumps({**wants, "sources": sources_digest()}, indent=1) + "\n")
+    sources = {"sources": digest(built=False), "built": digest(built=True)}
+    if made.get("built") != sources["built"]:
+        build_stand_ins(folder)
+    if {key: made.get(key) for key in sources} != sources:
+        copy_package(folder)
+        stamp.write_text(json.dumps({**wants, **sources}, indent=1) + "\n")
 
 
-def put_stand_ins(folder: Path) -> None:
-    """Build the libraries where torch looks for NVIDIA's, and copy this package beside torch."""
+def build_stand_ins(folder: Path) -> None:
+    """Build the libraries where torch looks for NVIDIA's."""
     packages = site_packages(folder)
     counts = build(packages / "torch" / "lib", packages / "nvidia" / "cu13" / "lib")
     build_arithmetic(packages / "torch", packages / "nvidia" / "cu13" / "lib")
     modelled, generated = map(sum, zip(*counts.values(), strict=True))
     print(f"{len(counts)} libraries: {modelled} entries modelled, {generated} refuse when called")
+
+
+def copy_package(folder: Path) -> None:
+    """Copy this package beside torch, so that it needs no path."""
+    packages = site_packages(folder)
     own = packages / "lamina_virtual_gpu"
     shutil.rmtree(own, ignore_errors=True)
     shutil.copytree(SOURCES.parent, own, ignore=shutil.ignore_patterns("__pycache__"))

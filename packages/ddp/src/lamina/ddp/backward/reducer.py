@@ -6,6 +6,7 @@ whose unused parameters differ stay in step. With `Order.AS_CLOSED` groups go in
 which they close: right where the weights' own gathers already force one order on all ranks.
 """
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +28,12 @@ from lamina.ddp.backward.gradient_hooks import (
     LeafHook,
     hook_leaves,
 )
-from lamina.ddp.compat import queue_callback, will_execute
+from lamina.ddp.compat import current_graph_task_id, queue_callback, will_execute
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.strategy import Cadence
+
+_DROPPED_WITHIN = 1.0  # s, for autograd's thread: see Note [Who ends a backward]
 
 
 class Order(Enum):
@@ -525,8 +528,7 @@ class GradientReducer:
 
     def abandon_if_raised(self) -> None:
         """Drop what a backward has left that raised; one that runs, in any thread, goes on."""
-        ended = self._end.queued() is None  # see Note [Who ends a backward]
-        if self.phase is BACKWARD and ended:
+        if self.phase is BACKWARD and self._end.has_passed():
             self.abandon_backward()
 
     def abandon_backward(self) -> None:
@@ -653,7 +655,9 @@ class BackwardEnd:
         Autograd has no hook for "this backward has raised". It does drop the callbacks that were
         queued for the end when it unwinds, and nobody else holds them. So a weak reference to the
         newest callback tells a backward that goes on (the reference is alive) from one that has
-        ended or raised.
+        ended or raised. On a GPU autograd's own thread drops the callbacks, a moment after
+        `backward()` has raised in the thread that called it. So who asks from outside of any
+        backward waits for that moment.
     """
 
     def __init__(self) -> None:
@@ -665,6 +669,13 @@ class BackwardEnd:
         callback = partial(end)
         self.queued = weakref.ref(callback)
         queue_callback(callback)
+
+    def has_passed(self) -> bool:
+        """Whether the newest `end` was called, or dropped by a backward that raised."""
+        latest = time.monotonic() + (_DROPPED_WITHIN if current_graph_task_id() == -1 else 0)
+        while self.queued() is not None and time.monotonic() < latest:
+            time.sleep(0.001)  # autograd's thread needs Python's lock to drop it
+        return self.queued() is None
 
     @property
     def will_come(self) -> bool:

@@ -18,13 +18,15 @@ class MemoryBudgets:
     """Limits in bytes per rank that a wrapper keeps; None where it keeps another.
 
     `gathers` are whole weights that are live, `reductions` gradients on the wire. Without that,
-    `buffers` is how many gradient buffers are held at once, filled or on the wire. With
-    `keeps_buffers` those of a step stay with the wrapper until the next one.
+    `buffers` is how many gradient buffers are held at once, filled or on the wire, and `receives`
+    how many of them receive at once; None: all. With `keeps_buffers` those of a step stay with the
+    wrapper until the next one.
     """
 
     gathers: int | None = None
     reductions: int | None = None
     buffers: int = 2
+    receives: int | None = None
     keeps_buffers: bool = False
 
 
@@ -51,10 +53,11 @@ class MemoryPlan:
         gathered: whole weights of the two largest units, for strategies that gather, and of all
             units that stay gathered for a step (pipeline schedules use them every microbatch).
             With a budget, that many bytes instead of two units.
-        in_flight: gradient buffers of the two largest units (of the largest buckets, as many as
-            may be held at once), and what their reduction receives, by the transport at hand (with
-            offloading, its sum on the device as well); with a budget, that many bytes, what comes
-            of them, and the largest buffer being filled.
+        in_flight: gradient buffers of the two largest units (of three, where a sum goes over two
+            axes or to the host; of the largest buckets, as many as may be held at once), and what
+            their reduction receives, by the transport at hand (with offloading, its sum on the
+            device as well); with a budget, that many bytes, what comes of them, and the largest
+            buffer being filled.
         padding: the part of `weights` that belongs to no parameter.
         losses: what an int8 wire has lost of this rank's gradients (`reduction="int8"`).
         kept_buffers: gradient buffers of a step that are kept for the next one, at most
@@ -122,7 +125,8 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     budgets = module.memory_budgets if isinstance(module, _HasBudgets) else MemoryBudgets()
     local = sum(_local(group) for group in trained)
     sent = _largest([_sent(group) for group in trained], budgets.buffers)
-    received = _largest([_received(group) for group in trained], budgets.buffers)
+    receives = budgets.buffers if budgets.receives is None else budgets.receives
+    received = _largest([_received(group) for group in trained], receives)
     sizes = [_bytes(g, g.layout.size, "weights") for g in coming]
     live = _largest(sizes, 2) if budgets.gathers is None else min(budgets.gathers, sum(sizes))
     return MemoryPlan(

@@ -55,7 +55,10 @@ class ShardedModule(UnitMethods):
         engine = self.sharding_engine
         budget = engine.prefetcher.budget
         gathers = None if budget is None else budget.limit
-        return MemoryBudgets(gathers, engine.reducer.max_bytes_in_flight)
+        trained = [group.trained for group in engine.groups if group.requires_grad]
+        # Note [Two units' gradients]: a third is filled beside sums that do not end alone.
+        buffers = 2 if all(gradients.ends_alone for gradients in trained) else 3
+        return MemoryBudgets(gathers, engine.reducer.max_bytes_in_flight, buffers, receives=2)
 
     def gathered_again(self) -> list[ParameterGroup]:
         """Groups that a backward gathers again: for `wire_plan`."""

@@ -19,9 +19,17 @@ from lamina.ddp import (
 )
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from lamina.mesh import ParallelLayout, role_of
-from lamina.models import GPTModel, RecomputePolicy, TransformerConfig, apply_recompute, pipeline
+from lamina.models import (
+    GPTModel,
+    MambaConfig,
+    MoEConfig,
+    RecomputePolicy,
+    TransformerConfig,
+    apply_recompute,
+    pipeline,
+)
 from lamina.models.attention import GatedAttention, LatentAttention, cut_sequence
-from lamina.models.engine import join_weight
+from lamina.models.bisection.pieces import Share, parameter_piece
 
 ROWS, LENGTH, VOCABULARY = 8, 64, 48
 SHAPE = TransformerConfig(
@@ -35,6 +43,7 @@ SHAPE = TransformerConfig(
     init_std=0.2,
     invariant=True,
 )
+MAMBA = MambaConfig(head_dim=8, state_size=8, groups=4, chunk_size=32)
 MODELS = {
     "grouped": replace(SHAPE, num_heads=8, num_kv_heads=4, qk_norm=True),
     "gpt2": replace(
@@ -58,6 +67,21 @@ MODELS = {
 }  # fmt: skip
 
 
+LOSSES = MoEConfig(num_experts=8, top_k=2, ffn_size=16, sequence_loss=0.1, bias_rate=0.01)
+KINDS = {
+    "experts": replace(SHAPE, moe=LOSSES),
+    "sigmoid experts": replace(
+        SHAPE,
+        moe=replace(
+            LOSSES, scores="sigmoid", num_groups=4, groups_kept=2, shared_ffn_size=16, z_loss=0.01
+        ),
+    ),
+    "mamba": replace(SHAPE, layer_pattern="MM", mamba=MAMBA),
+    "hybrid": replace(SHAPE, layer_pattern="M*-E", num_layers=4, mamba=MAMBA, moe=LOSSES),
+}
+"""Experts are on axes of their own; Mamba does not know cp."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How ranks share a step: 8 sequences of 64 tokens, whatever the layout."""
@@ -67,6 +91,8 @@ class Layout:
     tp: int = 1
     sp: bool = False
     cp: int = 1
+    ep: int = 1
+    expert_tp: int = 1
     way: str = "ring"
     pp: int = 1
     schedule: str = "1f1b"
@@ -114,6 +140,22 @@ LAYOUTS = (
 )  # fmt: skip
 
 
+EXPERT_LAYOUTS = (
+    Layout(microbatches=2), Layout(dp=2), Layout(dp=2, ep=2, strategy=1, microbatches=2),
+    Layout(dp=2, expert_tp=2), Layout(tp=2, expert_tp=2), Layout(tp=2, sp=True, ep=2),
+    Layout(cp=2), Layout(pp=2, microbatches=2), Layout(dp=4, ep=2, expert_tp=2),
+    Layout(dp=2, replicate=2, ep=2), Layout(tp=2, sp=True, dp=2, ep=4),
+    Layout(tp=2, sp=True, cp=2, ep=2), Layout(dp=2, pp=2, ep=2, microbatches=2),
+    Layout(tp=2, sp=True, pp=2, dp=2, ep=4, microbatches=2),
+)  # fmt: skip
+
+
+def layouts_of(model: str) -> tuple[Layout, ...]:
+    """The layouts of one of `KINDS`."""
+    chosen = EXPERT_LAYOUTS if KINDS[model].moe else LAYOUTS
+    return tuple(each for each in chosen if KINDS[model].mamba is None or each.cp == 1)
+
+
 def hash_of(model: str, layout: Layout, dtype: torch.dtype, steps: int) -> str:
     """The hash of a layout."""
     return sha256(train(model, layout, dtype, steps))
@@ -140,12 +182,13 @@ class Run:
     def __init__(self, model: str, layout: Layout, dtype: torch.dtype) -> None:
         self.layout = layout
         sizes = {"dp_shard": layout.dp, "dp_replicate": layout.replicate}
-        sizes |= {name: getattr(layout, name) for name in ("tp", "cp", "pp")}
+        sizes |= {name: getattr(layout, name) for name in ("tp", "cp", "pp", "ep", "expert_tp")}
         self.mesh = ParallelLayout(**sizes).build("cpu")
         config = replace(
-            MODELS[model], sequence_parallel=layout.sp, context_parallel=layout.way,
+            {**MODELS, **KINDS}[model], sequence_parallel=layout.sp, context_parallel=layout.way,
             loss_chunk=layout.chunk,
         )  # fmt: skip
+        self.config = config
         gpt = GPTModel(config, self.mesh, seed=1)
         self.roles = {name: role_of(p) for name, p in gpt.named_parameters()}
         if layout.recompute:
@@ -211,17 +254,15 @@ class Run:
         """All parameters, whole, on every rank."""
         own = {name: p for stage in self.stages for name, p in full_parameters(stage).items()}
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (self.mesh.coordinate["tp"], own))
-        pieces: dict[str, dict[int, torch.Tensor]] = {}
-        for rank, named in everywhere:
-            for name, value in named.items():
-                pieces.setdefault(name, {})[rank] = value
+        dist.all_gather_object(everywhere, (Share.of(self.mesh, ROWS, LENGTH, 1), own))
+        with torch.device("meta"):
+            sizes = {name: p.shape for name, p in GPTModel(self.config).named_parameters()}
         whole = {}
-        for name, held in sorted(pieces.items()):
-            role = self.roles[name]
-            parts = [held[rank] for rank in sorted(held)]
-            cut = role.tp_shard_dim is not None and self.layout.tp > 1
-            whole[name] = join_weight(parts, role.tp_shard_dim, role.tp_blocks) if cut else parts[0]
+        for share, named in everywhere:
+            for name, value in named.items():
+                index = parameter_piece(value.shape, sizes[name], self.roles[name], share)
+                flat = whole.setdefault(name, torch.full(sizes[name], torch.nan)).view(-1)
+                flat[index.flatten()] = value.flatten()
         return whole
 
 

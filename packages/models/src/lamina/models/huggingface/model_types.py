@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Literal, NamedTuple
 
 from lamina.models.attention.latent_attention import LatentAttention
@@ -146,6 +146,15 @@ class ModelType:
     nested_rope: bool = False
     ignored: tuple[str, ...] = ()
     refused: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ours = {"of TransformerConfig": (TransformerConfig, (self.constants, self.fields)),
+                "of MoEConfig": (MoEConfig, (self.experts or {}, self.expert_constants)),
+                "of MambaConfig": (MambaConfig, (self.mamba or {},))}  # fmt: skip
+        for whose, (config, tables) in ours.items():
+            known = {each.name for each in fields(config)}
+            if wrong := sorted({*chain(*tables)} - known):
+                raise ValueError(f"{self.name}: {wrong[0]} is no field {whose}, and a table has it")
 
     @property
     def table(self) -> dict[str, Field]:

@@ -233,4 +233,5 @@ def test_every_layout_has_the_bits_of_one_rank(model, dtype, rank_server):
         if not (layout.ddp and dtype is torch.bfloat16):
             how = {"model": model, "layout": layout, "dtype": dtype, "steps": steps}
             got = rank_server.call(hash_of, init=True, world_size=layout.ranks, **how)
+            print(model, dtype, layout, got, flush=True)
             assert got == expected, f"{model}, {dtype}: {layout}"

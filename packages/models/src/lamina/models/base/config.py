@@ -479,9 +479,13 @@ class TransformerConfig:
             "tie_embeddings=True (a weight with two gradients, added for each microbatch)": (
                 self.tie_embeddings
             ),
-            f"attention_dropout={self.attention_dropout} (no random numbers by position)": (
-                self.attention_dropout > 0.0
-            ),
+            **{
+                f"{name}={getattr(self, name)} (no random numbers by position)": (
+                    getattr(self, name) or 0.0
+                )
+                > 0.0
+                for name in ("dropout", "attention_dropout", "embedding_dropout")
+            },
         }
         if self.moe is not None:
             lacks |= self.moe.depends_on_layout

@@ -1,0 +1,123 @@
+"""What `invariant=True` costs on a CPU: parts, a block and a model, beside torch's kernels.
+
+    python benchmarks/invariance.py --threads 1
+
+Forward plus backward of the same modules with and without the setting. They take turns, and the
+median counts, in seconds that this process computed: other work on the machine changes it little.
+Gradients of both are compared first. The last line is a step of a whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lamina.models import GPTModel, TransformerConfig
+from lamina.models.attention import AttentionContext
+
+SHAPE = TransformerConfig(
+    vocab_size=8192,
+    hidden_size=512,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    ffn_size=1408,
+    max_sequence_length=512,
+    qk_norm=True,
+)
+Step = Callable[[], Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=5, help="times that each is measured")
+    parser.add_argument("--sequences", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    shape = (arguments.sequences, SHAPE.max_sequence_length)
+    tokens = torch.randint(SHAPE.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    plain, fixed = (
+        GPTModel(replace(SHAPE, invariant=invariant), seed=1) for invariant in (False, True)
+    )
+    print(
+        f"torch {torch.__version__}, {arguments.threads} thread(s), {shape[0]} x {shape[1]}, "
+        f"hidden {SHAPE.hidden_size}, {SHAPE.num_layers} layers, vocabulary {SHAPE.vocab_size}"
+    )
+    print("| part | torch's kernels, s | invariant=True, s | ratio |")
+    print("| --- | --- | --- | --- |")
+    for name, step in parts(tokens).items():
+        first, second = step(plain), step(fixed)
+        compare(name, first, second, plain, fixed)
+        before, after = in_turns(first, second, arguments.turns)
+        print(f"| {name} | {before:.3f} | {after:.3f} | {after / before:.2f} |", flush=True)
+
+
+def parts(tokens: Tensor) -> dict[str, Callable[[GPTModel], Step]]:
+    """Steps by name: each is made for a model, and returns what it has computed."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(*tokens.shape, SHAPE.hidden_size, generator=generator)
+
+    def of(
+        module: Callable[[GPTModel], nn.Module], *, attends: bool = False
+    ) -> Callable[[GPTModel], Step]:
+        def make(model: GPTModel) -> Step:
+            part = module(model)
+            context = AttentionContext.build(model.config, tokens, torch.float32)
+            more = (context,) if attends else ()
+            return lambda: backward(part(hidden.requires_grad_(), *more))
+
+        return make
+
+    return {
+        "linear layer (up)": of(lambda model: model.blocks[0].mlp.up),
+        "norm": of(lambda model: model.blocks[0].mlp_norm),
+        "MLP": of(lambda model: model.blocks[0].mlp),
+        "attention": of(lambda model: model.blocks[0].attention, attends=True),
+        "block": of(lambda model: model.blocks[0], attends=True),
+        "embedding": lambda model: lambda: backward(model.embedding(tokens)),
+        "head and loss": lambda model: (
+            lambda: backward(model.head(hidden.requires_grad_(), tokens, "sum"))
+        ),
+        "model": lambda model: lambda: backward(model(tokens, tokens)),
+    }
+
+
+def backward(result: Tensor) -> Tensor:
+    """Gradients of a result, whose own gradient is its cosine."""
+    result.backward(result.detach().cos())
+    return result.detach()
+
+
+def compare(name: str, first: Step, second: Step, plain: nn.Module, fixed: nn.Module) -> None:
+    """Exit unless both compute the same but for rounding."""
+    torch.testing.assert_close(second(), first(), rtol=1e-3, atol=1e-3)
+    pairs = zip(plain.named_parameters(), fixed.parameters(), strict=True)
+    for (parameter, ours), theirs in pairs:
+        if ours.grad is not None and theirs.grad is not None:
+            error = (ours.grad - theirs.grad).abs().max() / ours.grad.abs().max()
+            if error > 1e-2:
+                raise SystemExit(f"{name}: gradients of {parameter} differ by {error:.1e}")
+    for model in (plain, fixed):
+        model.zero_grad()
+
+
+def in_turns(first: Step, second: Step, turns: int) -> tuple[float, float]:
+    """Median seconds of each, measured in turn."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(turns):
+        for step, measured in zip((first, second), times, strict=True):
+            start = time.process_time()
+            step()
+            measured.append(time.process_time() - start)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+if __name__ == "__main__":
+    main()

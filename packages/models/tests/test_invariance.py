@@ -22,6 +22,7 @@ from lamina.models import (
     apply_recompute,
 )
 from lamina.models.attention import GatedAttention
+from lamina.models.attention.context import TokenCache
 from lamina.models.attention.context_parallel import check_context_parallel
 
 from .invariant_layouts import LAYOUTS, MODELS, Layout, hash_of, hashes_alone, sha256, train
@@ -148,6 +149,23 @@ def test_a_tokens_logits_do_not_depend_on_batch_padding_packing_or_later_tokens(
     losses = model(tokens[:1], tokens[1:2]).item()
     expected = torch.nn.functional.cross_entropy(whole[0].float(), tokens[1]).item()
     assert abs(losses - expected) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "whole"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_a_cache_gives_the_logits_of_the_whole_sequence(name, dtype):
+    model = GPTModel(MODELS[name], seed=1).to(dtype)
+    assert model.caches
+    tokens, cache = text()[0], TokenCache()
+    whole, start = model(tokens), 9
+    assert torch.equal(model(tokens[:, :start], cache=cache), whole[:, :start])
+    for place in range(start, tokens.shape[1]):
+        assert torch.equal(model(tokens[:, [place]], cache=cache)[:, 0], whole[:, place])
+
+
+def test_windows_are_not_cached():
+    assert not GPTModel(MODELS["whole"]).caches
 
 
 def test_without_the_setting_nothing_of_it_runs():

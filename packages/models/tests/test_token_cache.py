@@ -125,7 +125,8 @@ def test_what_says_nothing_of_later_tokens_is_computed_whole():
     model = GPTModel(CONFIG, seed=1)
     model.blocks[1].attention = OwnAttention(CONFIG)
     assert not model.caches
-    assert not GPTModel(replace(CONFIG, invariant=True)).caches
+    assert GPTModel(replace(CONFIG, invariant=True)).caches
+    assert not GPTModel(replace(CONFIG, invariant=True, sliding_window=4)).caches
     assert not GPTModel(replace(CONFIG, moe=MoEConfig(
         num_experts=4, top_k=2, ffn_size=16, capacity_factor=1.0))).caches  # fmt: skip
     calls = []

@@ -175,7 +175,7 @@ class AttentionContext:
             rotary = rotary_tables(config, cut_sequence(positions, cp, dim=-1))
         dropout = config.attention_dropout if training else 0.0
         pattern: AttentionPattern = Masked(None)  # a token that follows reads all that is kept
-        if cache is None or cache.length == 0:
+        if cache is None or cache.length == 0 or config.invariant:
             pattern = parallel_pattern(config, cp, tokens, dtype, document_ids, dropout)
         elif config.scores is not None:
             window = config.sliding_window

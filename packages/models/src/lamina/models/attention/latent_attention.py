@@ -217,7 +217,8 @@ class LatentSelfAttention(Attention):
 
     def _keeps_latents(self, context: AttentionContext) -> bool:
         # Under sequence parallelism a rank has the latents of its own tokens, so its core caches.
-        return context.cache is not None and not self.sequence_parallel
+        # So it does with `invariant=True`, where heads share the turned part one by one.
+        return context.cache is not None and not self.sequence_parallel and self.tokens is None
 
     def queries(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Queries `[batch, sequence, heads, nope + rope]`."""

@@ -334,12 +334,17 @@ class GPTModel(KeepsRoles):
     def caches(self) -> bool:
         """Whether a `TokenCache` gives what whole sequences give.
 
-        Not over cp, not with `invariant=True`, not where experts take a limited number of tokens,
-        and not with layers or attention of a user's own, which say nothing of later tokens.
+        Not over cp, not where experts take a limited number of tokens, and not with layers or
+        attention of a user's own, which say nothing of later tokens. With `invariant=True` it would
+        give other bits for Mamba, and for windows, whose keys are not kept from the start.
         """
         moe = self.config.moe
         limited = moe is not None and moe.capacity_factor is not None
-        plain = self.cp is None and not limited and not self.config.invariant
+        other_bits = self.config.invariant and any(
+            layer.mamba is not None or layer.sliding_window is not None
+            for layer in self.config.distinct_layers
+        )
+        plain = self.cp is None and not limited and not other_bits
         return plain and all(map(caches_tokens, self.blocks))
 
     @property

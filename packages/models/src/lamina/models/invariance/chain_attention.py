@@ -47,9 +47,10 @@ class ChainAttention:
                 f"attention_dropout is {dropout}, and invariant=True has no random numbers by "
                 "position: set it to 0"
             )
-        batch, tokens = query.shape[:2]
-        sequence = tokens * (1 if self.axis is None else self.axis.size)
-        own = _own_runs(tokens, self.axis)
+        (batch, tokens), keys = query.shape[:2], key.shape[1]
+        sequence = keys * (1 if self.axis is None else self.axis.size)
+        # With a cache there are fewer queries than keys, and they are the last of the sequence.
+        own = _own_runs(tokens, self.axis) if tokens == keys else (slice(keys - tokens, keys),)
         plan = _Plan(scale, self.window, self.axis, self._documents(batch, sequence), own)
         return applied(_Attend, query, key, value, plan)
 

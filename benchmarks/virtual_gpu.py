@@ -7,10 +7,12 @@ Rank 0 of a world plays a Llama in plain torch, 1 x 8,192 tokens, bf16 over fp32
 clipping. 70b is cut over 8 ranks of tp, 30b-moe has 128 experts that a forced router loads evenly;
 both compute each block again in backward. The other ranks do not exist. Memory is what torch's
 caching allocator takes. Seconds are of the virtual clock, whose rates are data sheets' and not
-calibrated. Peers take part where they are installed, in a copy of `.nox/virtual-gpu`:
-`megatron-fsdp==0.6.1`, `deepspeed` (with `DS_BUILD_OPS=0 pip install --no-build-isolation`), and
-torchtitan's sources in PYTHONPATH, with tyro and spmd_types. `--no-deps` keeps NVIDIA's libraries
-out of the stand-ins' place.
+calibrated. What is exposed is what the step takes longer than with links that are free (a second
+run); `VGPU_LINK_GBS` sets those of the first. The host's time is its processor's, in one step on
+this machine: compare engines of one run. Peers take part where they are installed, in a copy of
+`.nox/virtual-gpu`: `megatron-fsdp==0.6.1`, `deepspeed` (with `DS_BUILD_OPS=0 pip install
+--no-build-isolation`), and torchtitan's sources in PYTHONPATH, with tyro and spmd_types.
+`--no-deps` keeps NVIDIA's libraries out of the stand-ins' place.
 """
 
 from __future__ import annotations
@@ -18,10 +20,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
-ENGINES = ("fsdp2", "torchtitan", "megatron-fsdp", "deepspeed", "lamina-3")
+ENGINES = {
+    "fsdp2": ("fsdp2", {}),
+    "torchtitan": ("torchtitan", {}),
+    "megatron-fsdp": ("megatron-fsdp", {}),
+    "deepspeed": ("deepspeed", {}),
+    "lamina-3": ("lamina-3", {}),
+    "lamina-3-native": ("lamina-3", {"reduction": "native"}),
+}
+"""The engines of `virtual_gpu_step.py`, and their settings."""
+FREE_LINKS = {"VGPU_LINK_GBS": "1000000", "VGPU_NETWORK_GBS": "1000000"}
 # Size, ranks, further words of a step.
 ROWS = (
     ("1b", 8, ()),
@@ -33,15 +45,28 @@ ROWS = (
 )
 
 
-def row(engine: str, size: str, world: int, more: tuple[str, ...]) -> dict[str, object]:
-    what = {"engine": engine, "size": size, "world": world}
-    words = [f"--{name}={value}" for name, value in what.items()]
-    command = [sys.executable, __file__, *words, *more]
-    answer = subprocess.run(command, capture_output=True, text=True)
+def row(name: str, size: str, world: int, more: tuple[str, ...]) -> dict[str, object]:
+    """What a step asks of the device, and how much longer it takes than with free links."""
+    engine, settings = ENGINES[name]
+    what = {"engine": engine, "size": size, "world": world, "settings": json.dumps(settings)}
+    words = [*(f"--{key}={value}" for key, value in what.items()), *more]
+    made = {**step(words, {}), "engine": name, "size": size, "world": world}
+    if "virtual_seconds" in made:
+        free = step(words, FREE_LINKS)["virtual_seconds"]
+        made["exposed"] = made["virtual_seconds"] - free
+    return made
+
+
+def step(words: list[str], environment: dict[str, str]) -> dict:
+    """Measure one step in a process of its own."""
+    command = [sys.executable, __file__, *words]
+    answer = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}
+    )
     if answer.returncode or not answer.stdout.strip():
         lines = [line for line in answer.stderr.splitlines() if "Error" in line] or ["no message"]
-        return {**what, "failed": lines[-1][:200]}
-    return {**what, **json.loads(answer.stdout.splitlines()[-1])}
+        return {"failed": lines[-1][:200]}
+    return json.loads(answer.stdout.splitlines()[-1])
 
 
 def line(one: dict) -> str:
@@ -53,8 +78,9 @@ def line(one: dict) -> str:
         f"{one['launches']:,}; {one['gathers']:,}; {one['reductions']:,}",
         f"{one['event_records']:,} / {one['event_waits']:,}",
         f"{one['host_waits']}",
-        f"{one['python_calls']:,}",
-        f"{one['virtual_seconds']:.3f}",
+        f"{one['python_calls']:,}; {one['host_processor_seconds']:.2f}",
+        f"{one['exposed']:.4f}",
+        f"{one['virtual_seconds']:.4f}",
     ]
     return " ".join([name, *(f"{cell} |" for cell in cells)])
 
@@ -62,16 +88,17 @@ def line(one: dict) -> str:
 def table() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="*", help="such as 8b, or 8b@1024; all if none")
-    parser.add_argument("--engines", nargs="*", default=ENGINES)
+    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=ENGINES)
     words = parser.parse_args()
     if importlib.util.find_spec("lamina_virtual_gpu") is None:
         print("no virtual GPU in this environment: python3 noxfile.py -s virtual-gpu makes one")
         return
     print(
         "| | allocated / reserved, GiB (retries) | launches; gathers; reductions "
-        "| events recorded / waited for | host waits | calls in Python | virtual step, s |"
+        "| events recorded / waited for | host waits | calls in Python; processor, s "
+        "| exposed, s | virtual step, s |"
     )
-    print("|" + " --- |" * 7)
+    print("|" + " --- |" * 8)
     for size, world, more in ROWS:
         if not words.sizes or {size, f"{size}@{world}"} & set(words.sizes):
             for engine in words.engines:

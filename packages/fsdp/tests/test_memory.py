@@ -1,6 +1,7 @@
 """Memory as seen from outside: storages that operators made, and what a deleted model leaves."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from lamina.collectives.engine import kept_bytes, release_kept
 from lamina.ddp import memory_plan
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+from lamina.fsdp.api.build import _of_two_units
 from lamina_testing import Meter, device_type, live_bytes
 from lamina_testing.simulated import simulated_world
 from lamina_testing.toys import Block
@@ -236,3 +238,13 @@ def test_over_a_backend_reductions_receive_into_three_messages_each(ranks):
     assert plans[0].in_flight - plans[1].in_flight == saved
     assert plans[0].in_flight == 4 * unit
     assert peaks[0] - peaks[1] == pytest.approx(saved, rel=0.05)
+
+
+def test_on_a_gpu_the_reduction_of_a_large_head_goes_on_beside_a_block():
+    def unit(module_class, wire_bytes):
+        group = SimpleNamespace(requires_grad=True, trained=SimpleNamespace(wire_bytes=wire_bytes))
+        return SimpleNamespace(module_class=module_class, groups=[group])
+
+    units = [unit("Linear", 100), unit("Block", 30), unit("Block", 20), unit("Embedding", 90)]
+    assert _of_two_units(units, torch.device("cuda")) == 30 + 100
+    assert _of_two_units(units, torch.device("cpu")) == 30 + 30

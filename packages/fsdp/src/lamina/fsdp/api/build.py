@@ -173,6 +173,7 @@ def build_units(
     like this, before anything is changed.
     """
     precision = sharding.settings.precision
+    _take_workspaces(sharding.device)
     # Groups are planned for all units first: what is refused of the last one is refused in time.
     groups = [tuple(_plan_groups(plan, sharding)) for plan in plans]
     for plan, planned in zip(plans, groups, strict=True):
@@ -205,6 +206,21 @@ def build_units(
     return hooks
 
 
+def _take_workspaces(device: torch.device) -> None:
+    """Have matrix products take the memory that they keep, on this thread and on autograd's.
+
+    Note [Workspaces come first]
+        On a GPU the first product of a thread takes 32 MiB for good. Autograd's thread makes its
+        first one in the first backward, when the largest free block is that of the logits. The
+        allocator would cut the workspace out of it, and the next step would find no room for its
+        logits there: at 1B that is 4 GiB.
+    """
+    if device.type == "cuda":
+        with torch.inference_mode(False), torch.enable_grad():
+            factor = torch.ones(1, 1, device=device, requires_grad=True)
+            torch.mm(factor, factor).sum().backward()
+
+
 def start_engine(
     hooks: Sequence[UnitHooks],
     sharding: Sharding,
@@ -230,7 +246,7 @@ def start_engine(
         order=Order.AS_CLOSED if gathered else Order.STATIC,
         overlap=settings.overlap_grad_reduce,
         max_bytes_in_flight=settings.reduce_budget,
-        max_bytes_held=max(_of_two_units(units), settings.reduce_budget or 0),
+        max_bytes_held=max(_of_two_units(units, sharding.device), settings.reduce_budget or 0),
         check_finite=settings.report_nan_in_param_grad,
     )
     check = OrderCheck(sharding.dense, units, sharding.device) if settings.check_order else None
@@ -258,11 +274,12 @@ def start_engine(
     return engine
 
 
-def _of_two_units(units: Sequence[Unit]) -> int:
+def _of_two_units(units: Sequence[Unit], device: torch.device) -> int:
     """Bytes of gradients of two units of the kind that a backward mostly consists of.
 
     These are the largest of a class that several units have. An embedding or a head may be larger
-    than all of them, and its reduction then ends before the next unit's gradients are kept.
+    than all of them. On a CPU its reduction then ends before the next unit's gradients are kept. On
+    a GPU it goes on beside them: what the logits took is free by then.
     """
     classes = Counter(unit.module_class for unit in units)
     sizes = [
@@ -272,7 +289,8 @@ def _of_two_units(units: Sequence[Unit]) -> int:
         )
         for unit in units
     ]
-    return 2 * max(sizes)[1]
+    usual, largest = max(sizes)[1], max(size for _, size in sizes)
+    return usual + (largest if device.type == "cuda" else usual)
 
 
 def updated_apart(refs: Iterable[ParameterRef], sharding: Sharding) -> dict[int, str]:

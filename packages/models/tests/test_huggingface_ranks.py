@@ -62,7 +62,7 @@ def test_each_rank_reads_its_pieces(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model.norm.weight_scale_inv": torch.ones(1)}, r"tensor model\.norm\.weight_scale_inv"),
+        ({"model.norm.weight_scale_inv": torch.ones(1)}, r"norm\.weight has codes torch\.float32"),
         ({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}, r"float8_e4m3fn, codes"),
         ({"model.norm.weight": torch.ones(32, dtype=torch.int8)}, r"torch\.int8, codes"),
         ({}, "quantization_config of config.json: {'quant_method': 'fp8'}"),

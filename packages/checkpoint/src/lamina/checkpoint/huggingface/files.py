@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointMismatchError
+from lamina.checkpoint.huggingface.quantised import coded_weights, formats
 from lamina.checkpoint.storage.streams import memory_of
 
 INDEX = "model.safetensors.index.json"
@@ -157,6 +158,12 @@ class Files:
         self._entries: dict[str, tuple[memoryview, dict[str, Any]]] = {}
         for name in names:
             self._open(name)
+        self.coded = {
+            weight: parts
+            for weight, parts in coded_weights(self._entries.keys()).items()
+            if formats().belong_together(*map(self.stored, parts))
+        }
+        """Of each quantised weight the names of its codes and scales."""
 
     def _open(self, path: Path) -> None:
         try:
@@ -183,13 +190,26 @@ class Files:
         self._entries.clear()
 
     def names(self) -> Iterable[str]:
-        """Return the names of all tensors."""
-        return self._entries.keys()
+        """Return the names of all tensors; a quantised weight is one."""
+        parts = {part for pair in self.coded.values() for part in pair}
+        return (self._entries.keys() - parts) | self.coded.keys()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor that shares the file's pages: what is not touched is not read."""
-        data, entry = self._entries[self.find(name)]
-        dtype, shape = self.dtype(name), entry["shape"]
+        """Return a tensor that shares the file's pages: what is not touched is not read.
+
+        Of a quantised weight it is a new one, in float32.
+        """
+        if (weight := self.find(name)) in self.coded:
+            numbers: torch.Tensor = formats().dequantised(
+                weight, *map(self.stored, self.coded[weight])
+            )
+            return numbers
+        return self.stored(weight)
+
+    def stored(self, name: str) -> torch.Tensor:
+        """Return a tensor as it is in the files, codes and scales too."""
+        data, entry = self._entries[name]
+        dtype, shape = self._stored_dtype(name), entry["shape"]
         start, count = entry["data_offsets"][0], math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
@@ -199,11 +219,21 @@ class Files:
         return torch.frombuffer(raw, dtype=dtype).view(shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor in the files.
+        """Return the dtype that `tensor` gives."""
+        weight = self.find(name)
+        return torch.float32 if weight in self.coded else self._stored_dtype(weight)
 
-        CheckpointMismatchError if it is not known here.
-        """
-        code = self._entries[self.find(name)][1]["dtype"]
+    def leave_coded(self, taken: Collection[str]) -> None:
+        """Give codes as they are where the scales are `taken` too: a model that computes so."""
+        kept = {name: parts for name, parts in self.coded.items() if parts[1] not in taken}
+        self.coded = kept
+
+    def stored_as(self, name: str) -> Described:
+        """Return what a tensor is in the files, codes and scales too."""
+        return Described(name, tuple(self._entries[name][1]["shape"]), self._stored_dtype(name))
+
+    def _stored_dtype(self, name: str) -> torch.dtype:
+        code = self._entries[name][1]["dtype"]
         if code not in _DTYPES:
             raise CheckpointMismatchError(
                 f"'{name}' in {self.path} is {code}; known are {', '.join(_DTYPES)}"
@@ -216,7 +246,7 @@ class Files:
         A base model's own files leave out a prefix.
         """
         for candidate in (name, name.removeprefix("transformer.").removeprefix("model.")):
-            if candidate in self._entries:
+            if candidate in self._entries or candidate in self.coded:
                 return candidate
         raise CheckpointMismatchError(
             f"'{name}' is in none of the files under {self.path}, which hold {len(self._entries)} "

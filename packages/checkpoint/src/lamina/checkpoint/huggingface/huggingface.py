@@ -31,6 +31,7 @@ from lamina.checkpoint.huggingface.files import (
     index_text,
 )
 from lamina.checkpoint.huggingface.gathering import Whole, boxes_of, fill, gathered, meet
+from lamina.checkpoint.huggingface.quantised import Requantised
 from lamina.checkpoint.huggingface.weight_links import HuggingFaceLink, Piece, pieces_of, weights_of
 from lamina.checkpoint.ranks import Ranks
 from lamina.checkpoint.state.cut_tensors import CutTensors, Hints, Mesh, as_part
@@ -131,6 +132,7 @@ def export_huggingface(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 << 30,
+    like: str | os.PathLike[str] | None = None,
     mesh: Mesh = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
@@ -149,6 +151,9 @@ def export_huggingface(
         dtype: floating-point parameters are converted; None keeps them. Buffers keep theirs, as
             with transformers (the bias of DeepSeek-V3's routers stays fp32).
         max_file_bytes: a larger model is divided, with an index.
+        like: a directory of the same model with quantised weights (blockwise FP8, MXFP4), which
+            each rank can read: what is quantised there is written so, by the same blocks, and
+            `quantization_config` is copied. Another directory than the one that is written.
         mesh: see `CheckpointManager`.
         group: the ranks that hold the model; None is all.
 
@@ -177,9 +182,16 @@ def export_huggingface(
     ranks.together(lambda: tensors.refuse_unlinked(weights.links))
     known = tensors.survey([link.ours for link in weights.links], ranks)
     plan = [_Planned(link, *known[link.ours], dtype) for link in weights.links]
-    files = divide([t for planned in plan for made in planned.made for t in made], max_file_bytes)
-    writer = _Export(path, files) if ranks.is_first else None
+    again = None if like is None else Requantised(Files(_directory(like)))
+    described = [t for planned in plan for made in planned.made for t in made]
+    if again is not None:
+        described = [part for t in described for part in again.described(t)]
+    files = divide(described, max_file_bytes)
+    writer = _Export(path, files, again) if ranks.is_first else None
     config = {**weights.config, "dtype": _dtype_name(files)}
+    if like is not None:
+        there = json.loads((_directory(like) / "config.json").read_text())
+        config["quantization_config"] = there["quantization_config"]
     try:
         ranks.together(lambda: writer.begin() if writer else None)
         for planned in plan:
@@ -246,8 +258,13 @@ def _dtype_name(files: Mapping[str, Sequence[Described]]) -> str:
 class _Export:
     """The first rank's side of an export."""
 
-    def __init__(self, path: Path, files: Mapping[str, Sequence[Described]]) -> None:
-        self._path, self._files = path, files
+    def __init__(
+        self,
+        path: Path,
+        files: Mapping[str, Sequence[Described]],
+        again: Requantised | None = None,
+    ) -> None:
+        self._path, self._files, self._again = path, files, again
         self._order = [(name, t) for name, tensors in files.items() for t in tensors]
         self._written: list[tuple[str, FileWriter]] = []  # the last one may be open
         self.failure: Exception | None = None
@@ -264,8 +281,12 @@ class _Export:
             return
         try:
             for tensor, described in zip(link.to_theirs(whole), planned, strict=True):
-                file, _ = self._order.pop(0)
-                self._file(file).add(tensor.to(described.dtype))
+                parts = iter([tensor])
+                if self._again is not None:
+                    parts = self._again.stored(described.name, tensor)
+                for part in parts:
+                    file, last = self._order.pop(0)
+                    self._file(file).add(part.to(last.dtype))
         except Exception as error:
             self.failure = error
 
@@ -366,6 +387,7 @@ def import_huggingface(
         """Read what this rank has of the tensors; return the names without a use."""
         with Files(_directory(path)) as files:
             used = {name for link in links for name in link.theirs}
+            files.leave_coded(used)
             short = {name.removeprefix("transformer.").removeprefix("model.") for name in used}
             unused = tuple(sorted(set(files.names()) - used - short))
             for link in links:

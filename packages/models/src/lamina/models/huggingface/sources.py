@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lamina.models.huggingface.config_fields import AS_IT_IS, shortened
 from lamina.models.huggingface.known_types import type_of
+from lamina.models.huggingface.quantised import coded_weights, dequantised
 
 
 class SourceTensors:
@@ -22,7 +23,10 @@ class SourceTensors:
         self, source: str, names: Iterable[str], read_one: Callable[[str], Tensor], kind: object
     ) -> None:
         self.source = source
-        self._names = frozenset(names)
+        names = frozenset(names)
+        self._coded = coded_weights(names)
+        parts = {part for pair in self._coded.values() for part in pair}
+        self._names = (names - parts) | self._coded.keys()
         self._unread = set(self._names)
         self._read_one = read_one
         self._derived = _DERIVED + (_MASKS if kind == "gpt2" else ())
@@ -36,6 +40,8 @@ class SourceTensors:
         for candidate in (name, name.removeprefix("transformer.").removeprefix("model.")):
             if candidate in self._names:
                 self._unread.discard(candidate)
+                if candidate in self._coded:
+                    return dequantised(candidate, *map(self._read_one, self._coded[candidate]))
                 return _as_written(self._read_one, candidate)
         raise KeyError(name)
 
@@ -130,10 +136,13 @@ _REMEDY = "give a checkpoint of its weights in bfloat16 or float32 (dequantise i
 
 
 def _refuse_quantised(written: Mapping[str, Any], names: Iterable[str], source: str) -> None:
-    """Raise ValueError for quantised weights, whose codes mean nothing without their scales."""
-    scales = sorted(name for name in names if name.endswith(_SCALES))
+    """Raise ValueError for quantised weights in another format than those that are read."""
+    names = frozenset(names)
+    coded = coded_weights(names)
+    parts = {part for pair in coded.values() for part in pair}
+    scales = sorted(name for name in names - parts if name.endswith(_SCALES))
     said = written.get("quantization_config")
-    if scales or said:
+    if scales or (said and (not coded or said.get("quant_method") not in ("fp8", "mxfp4"))):
         method = f"quantization_config of config.json: {said}" if said else f"tensor {scales[0]}"
         raise ValueError(f"{source} holds quantised weights ({method}): {_REMEDY}")
 

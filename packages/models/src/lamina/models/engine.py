@@ -2,7 +2,7 @@
 
 from lamina.models.base.mesh_axes import cut_weight, join_weight
 from lamina.models.decoder.generation import sample
-from lamina.models.huggingface.quantised import (
+from lamina.models.huggingface.sources import (
     BLOCK,
     FP4_VALUES,
     belong_together,

@@ -7,6 +7,7 @@ Written here because its own library writes a file from a dict that holds all of
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import mmap
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointMismatchError
-from lamina.checkpoint.huggingface.quantised import coded_weights, formats
 from lamina.checkpoint.storage.streams import memory_of
 
 INDEX = "model.safetensors.index.json"
@@ -160,7 +160,7 @@ class Files:
             self._open(name)
         self.coded = {
             weight: parts
-            for weight, parts in coded_weights(self._entries.keys()).items()
+            for weight, parts in _coded_weights(self._entries.keys()).items()
             if formats().belong_together(*map(self.stored, parts))
         }
         """Of each quantised weight the names of its codes and scales."""
@@ -276,3 +276,21 @@ def _files_in(directory: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointDamagedError(f"{index} can't be read: {error!r}") from error
     return [directory / name for name in names]
+
+
+def formats() -> Any:
+    """The functions of `lamina.models` for codes and scales, which reads such files too."""
+    try:
+        return importlib.import_module("lamina.models.engine")
+    except ImportError as error:
+        raise ImportError(
+            "quantised weights need lamina-models: pip install 'lamina-checkpoint[models]'"
+        ) from error
+
+
+def _coded_weights(names: Collection[str]) -> Mapping[str, tuple[str, str]]:
+    """Of each quantised weight the names of its codes and scales."""
+    if not any(name.endswith(("_scale_inv", "_blocks")) for name in names):
+        return {}
+    coded: Mapping[str, tuple[str, str]] = formats().coded_weights(names)
+    return coded

@@ -1,38 +1,13 @@
-"""Weights that files hold as codes with scales: read as numbers, and written so again.
-
-How codes become numbers is in `lamina.models`, which reads such files too. It is imported where
-files have such weights.
-"""
+"""Weights written as codes with scales, like those of files that they came from."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lamina.checkpoint.huggingface.files import Described, Files
-
-
-def formats() -> Any:
-    """The functions of `lamina.models` for these formats."""
-    try:
-        return importlib.import_module("lamina.models.engine")
-    except ImportError as error:
-        raise ImportError(
-            "quantised weights need lamina-models: pip install 'lamina-checkpoint[models]'"
-        ) from error
-
-
-def coded_weights(names: Collection[str]) -> Mapping[str, tuple[str, str]]:
-    """Of each quantised weight the names of its codes and scales."""
-    if not any(name.endswith(("_scale_inv", "_blocks")) for name in names):
-        return {}
-    coded: Mapping[str, tuple[str, str]] = formats().coded_weights(names)
-    return coded
+from lamina.checkpoint.huggingface.files import Described, Files, formats
 
 
 class Requantised:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate, Shard, TensorSpec
 from lamina.buffers.engine import PlainAxis
+from lamina_testing import device_type
 
 SHAPES = {
     "matrix": (13, 8),
@@ -28,7 +29,8 @@ SHAPES = {
 
 def values(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: tensor.to(device_type()) for name, tensor in drawn.items()}
 
 
 def cut(sizes, place, placement, kind=None, alignment=1):
@@ -41,7 +43,7 @@ def cut(sizes, place, placement, kind=None, alignment=1):
     granularity = kind or Granularity.element()
     specs = [TensorSpec(name, shape, granularity) for name, shape in SHAPES.items()]
     layout = BufferLayout.plan(specs, pieces, alignment=alignment)
-    return FlatBuffer(layout, placement, mesh=axes)
+    return FlatBuffer(layout, placement, mesh=axes, device=device_type())
 
 
 def flat_cut(group_size, rank, **options):

@@ -55,7 +55,7 @@ class Communicator:
 def values(dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: (torch.randn(shape, generator=generator) * 10).to(dtype)
+        name: (torch.randn(shape, generator=generator) * 10).to(device_type(), dtype)
         for name, shape in SHAPES.items()
     }
 
@@ -71,8 +71,10 @@ def sharded(full, communicator=None, sizes=None, placement=None, alignment=4):
     placement = placement or Shard()
     layout = BufferLayout.plan(specs, world, alignment=alignment)
     dtype = next(iter(full.values())).dtype
+    communicator = communicator or Communicator()
+    place = device_type()
     buffer = FlatBuffer(
-        layout, placement, dtype, mesh=axes, communicator=communicator or Communicator()
+        layout, placement, dtype, device=place, mesh=axes, communicator=communicator
     )
     buffer.load_all(full)
     return buffer.sharded()

@@ -59,7 +59,7 @@ allowed = pytest.mark.skipif(
 
 
 @allowed
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, backend="gloo")
 def test_long_messages_between_ranks_of_one_host_are_read_and_short_ones_sent():
     group, world = dist.group.WORLD, dist.get_world_size()
     long, short = torch.ones(LONG), torch.ones(10)
@@ -71,7 +71,7 @@ def test_long_messages_between_ranks_of_one_host_are_read_and_short_ones_sent():
 
 
 @allowed
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")
 def test_one_rank_is_enough_to_keep_a_group_to_messages():
     group = dist.new_group()
     if dist.get_rank() == 1:
@@ -83,7 +83,7 @@ def test_one_rank_is_enough_to_keep_a_group_to_messages():
 
 
 @allowed
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")
 def test_messages_cannot_be_asked_for_when_it_is_too_late():
     all_gather_into(torch.empty(2), torch.ones(1), dist.group.WORLD)
     with pytest.raises(RuntimeError, match="before its first collective"):
@@ -91,7 +91,7 @@ def test_messages_cannot_be_asked_for_when_it_is_too_late():
 
 
 @allowed
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")
 def test_ranks_of_one_host_that_disagree_about_a_size_are_told_on_both_sides():
     group, rank = dist.group.WORLD, dist.get_rank()
     numel = LONG + rank

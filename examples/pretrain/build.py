@@ -92,11 +92,14 @@ def model_shape(config: Config, vocab_size: int) -> Shape:
     if config.train.precision == "fp8":
         changes["precision"] = models.Precision(backend="torch-fp8")
     tp = config.layout().tp
+    # Widths that all meshes can cut, as the model may not depend on the mesh.
+    multiple = 8 if config.train.invariant else tp
+    changes["invariant"] = config.train.invariant
     if name != "gpt" and not config.tiny:
         vocab_size = max(shape.vocab_size, vocab_size)
     shape = replace(
-        shape, vocab_size=vocab_size + bool(vision), vocab_multiple=tp, sequence_parallel=tp > 1,
-        max_sequence_length=config.model.sequence_length, **changes,
+        shape, vocab_size=vocab_size + bool(vision), vocab_multiple=multiple,
+        sequence_parallel=tp > 1, max_sequence_length=config.model.sequence_length, **changes,
     )  # fmt: skip
     return Shape(shape, vision)
 
@@ -208,8 +211,9 @@ def _in_stages(
     model: models.GPTModel, config: Config, mesh: ParallelMesh, device: torch.device
 ) -> tuple[models.PipelineRunner, torch.optim.Optimizer]:
     """Each stage is sharded by itself; one optimizer steps over all stages of a rank."""
+    dp = mesh.axis("dp")
     runner = models.pipeline(
-        model, mesh, config.schedule, config.train.microbatches,
+        model, mesh, config.schedule, len(config.parts(dp.rank, dp.size)),
         sequence=config.model.sequence_length,
         wrap=lambda stage: fsdp.fully_shard_model(stage, **_settings(stage, config, mesh, device)),
     )  # fmt: skip
@@ -220,13 +224,17 @@ def _settings(
     model: nn.Module, config: Config, mesh: ParallelMesh, device: torch.device
 ) -> dict[str, Any]:
     kinds = [kind for kind in _BLOCKS if any(isinstance(m, kind) for m in model.modules())]
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype(config, device))
+    wire = torch.float32 if config.train.invariant else None
+    policy = fsdp.MixedPrecisionPolicy(
+        param_dtype=compute_dtype(config, device), grad_comm_dtype=wire
+    )
     return {
         "device_mesh": mesh,
         "device": device,
         "fsdp_unit_modules": kinds or None,
         "zero_dp_strategy": config.train.strategy,
         "reproducible": config.train.reproducible > 0,
+        "invariant": config.train.invariant,
         "calculate_per_token_loss": config.train.reproducible > 0,  # sums, divided at the end
         "mixed_precision_policy": policy,
     }

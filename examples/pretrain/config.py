@@ -91,6 +91,9 @@ class TrainConfig:
     """Above 0: each pass takes so many sequences, however many ranks share the batch, and the
     weights have the same bits on any number of ranks, under any strategy. There are then as many
     passes as that takes, and each is reduced by itself."""
+    invariant: bool = False
+    """With `reproducible`, whose passes it takes: the same bits for every mesh, with tp, cp, pp and
+    ep too (docs/invariance.md). `replay.py` runs a step of such a run again, on other ranks."""
     learning_rate: Positive = 3e-3  # Peak learning rate of AdamW
     warmup_steps: OrZero = 40  # Steps over which the learning rate rises from 0
     final_fraction: Closed = 0.05  # Where the cosine ends, as a fraction of the peak
@@ -262,7 +265,7 @@ def check(config: Config, ranks: int) -> None:
     except LayoutError as error:
         raise ValueError(f"--mesh {config.mesh}: {error}") from None
     copies = layout.dp_replicate * layout.dp_shard
-    per_pass = copies * config.train.microbatches
+    per_pass = copies * (config.train.reproducible or config.train.microbatches)
     if layout.pp > 1 and config.train.batch_size % per_pass:
         below = max(per_pass, config.train.batch_size // per_pass * per_pass)
         raise ValueError(
@@ -276,14 +279,21 @@ def check(config: Config, ranks: int) -> None:
             "and --dry-run; leave it out, or start torchrun with "
             f"--nproc-per-node={config.ranks}"
         )
+    if config.train.invariant and not config.train.reproducible:
+        raise ValueError(
+            "--train.invariant with --train.reproducible 0: passes are then of the mesh; say how "
+            "many sequences a pass takes, as in --train.reproducible 1"
+        )
     if config.train.reproducible:
         one = layout.dp_replicate * layout.dp_shard == ranks and layout.ep * layout.expert_tp == 1
+        one = one or config.train.invariant
         if config.train.engine != "lamina" or config.model.dropout or not one:
             raise ValueError(
                 f"--train.reproducible {config.train.reproducible} with --train.engine "
                 f"{config.train.engine}, --mesh {config.mesh} and --model.dropout "
                 f"{config.model.dropout:g}: it needs Lamina's engine, axes dp_replicate and "
-                "dp_shard alone, and dropout 0, which draws numbers for each rank"
+                "dp_shard alone (or --train.invariant), and dropout 0, which draws numbers for "
+                "each rank"
             )
     if config.train.engine == "torch_fsdp2" and (config.train.strategy, layout.pp) != (3, 1):
         raise ValueError(

@@ -117,8 +117,11 @@ def backward(
     """Forwards and backwards over a batch, of whose mean loss `health` is told."""
     if isinstance(model, PipelineRunner):
         model.step(**batch.arguments)
+        # Of exact sums, each is of a rank's tokens: `health` is told of means.
+        tokens = batch.arguments["labels"].numel() if exact else 1
+        weight = mesh.axis("cp").size / tokens if exact else 1
         for part in model.losses:  # on the ranks of the last stage; their sum is the batch's loss
-            health.note(part * len(model.losses))
+            health.note(part * (len(model.losses) * weight))
         return
     count = len(batch.parts)
     for index, (part, arguments) in enumerate(batch.passes(), 1):

@@ -13,7 +13,7 @@ LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint
 # programs too.
 SUB_FACES = {
     "fsdp": ("check",),
-    "models": ("attention", "moe", "mamba", "vision", "parallel_types"),
+    "models": ("attention", "moe", "mamba", "vision", "parallel_types", "plan"),
 }
 MAX_LINES = 700
 

@@ -121,3 +121,13 @@ def copy_package(folder: Path) -> None:
     shutil.rmtree(own, ignore_errors=True)
     shutil.copytree(SOURCES.parent, own, ignore=shutil.ignore_patterns("__pycache__"))
     (packages / "lamina_virtual_gpu.pth").write_text("import lamina_virtual_gpu.activate\n")
+    put_entry_point(packages)
+
+
+def put_entry_point(packages: Path) -> None:
+    """Say what this package offers, as pip would: a planner finds `measured_step` so."""
+    about = packages / "lamina_virtual_gpu-0.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lamina-virtual-gpu\nVersion: 0\n")
+    entry = "virtual-gpu = lamina_virtual_gpu.planning:measured_step"
+    (about / "entry_points.txt").write_text(f"[lamina.plan]\n{entry}\n")

@@ -84,6 +84,10 @@ def fake_store() -> c10d.Store:
     """Return the store of a simulated job, and register the backend `fake` on the way."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    # torch sends messages in batches by the backend of their device; plans are made on meta.
+    devices = dist.Backend.backend_capability["fake"]
+    if "meta" not in devices:
+        devices.append("meta")
     return FakeStore()
 
 

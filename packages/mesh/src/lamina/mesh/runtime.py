@@ -124,6 +124,7 @@ def init_distributed(
     *,
     rank: int | None = None,
     world_size: int | None = None,
+    ranks_per_host: int | None = None,
     soft_limit: float | None = 30.0,
     verdict_directory: str | os.PathLike[str] | None = None,
 ) -> Runtime:
@@ -141,6 +142,8 @@ def init_distributed(
             use it, else the CPU. It becomes the current device.
         rank: which rank to play in a fake world; 0 by default. Only with backend="fake".
         world_size: size of a fake world. Only with backend="fake".
+        ranks_per_host: ranks of each host of a fake world, by default all. Only with
+            backend="fake".
         soft_limit: seconds after which a wait for other ranks is reported, with who waits for
             whom, on the first rank's terminal and in a file. None watches over nothing: a rank that
             dies is then noticed by its direct neighbours, and hangs last until `timeout`.
@@ -165,9 +168,10 @@ def init_distributed(
     """
     env = environment()
     limit = _as_timedelta(timeout)
-    if backend != "fake" and (rank is not None or world_size is not None):
+    if backend != "fake" and (rank, world_size, ranks_per_host) != (None, None, None):
         raise ValueError(
-            f"rank={rank}, world_size={world_size}: only a fake world is given these as arguments; "
+            f"rank={rank}, world_size={world_size}, ranks_per_host={ranks_per_host}: only a fake "
+            "world is given these as arguments; "
             "a real one takes them from torchrun (torchrun --nproc-per-node=N program.py)."
         )
     adopted = dist.is_initialized()
@@ -190,7 +194,9 @@ def init_distributed(
         current_world().timeout = limit
     started, world = (not adopted, launch.launcher), group_ref(dist.group.WORLD)
     runtime = Runtime(rank, world_size, local_rank, place, backend, *started, world)
-    if runtime.backend != "fake":
+    if runtime.backend == "fake":
+        current_world().ranks_per_host = _hosts_of_fake(ranks_per_host, world_size)
+    else:
         agree_on_hosts()  # before any mesh is built, as its groups depend on it
     if soft_limit is not None and runtime.world_size > 1 and runtime.backend != "fake":
         _watch_over(runtime, soft_limit, verdict_directory)
@@ -247,6 +253,18 @@ def _fake_launch(env: Environment, rank: int | None, world_size: int | None) -> 
     if size < 1 or not 0 <= own < size:
         raise ValueError(f"rank={own} of a fake world of {size}: ranks run from 0 to {size - 1}.")
     return Launch("fake", own, size)
+
+
+def _hosts_of_fake(ranks_per_host: int | None, world_size: int) -> int | None:
+    """Ranks of each host of a fake world; None is all. ValueError: they do not fill hosts."""
+    if ranks_per_host is None or world_size <= ranks_per_host:
+        return None
+    if ranks_per_host < 1 or world_size % ranks_per_host:
+        raise ValueError(
+            f"ranks_per_host={ranks_per_host} of a fake world of {world_size}: it must divide the "
+            "number of ranks, so that each host has as many."
+        )
+    return ranks_per_host
 
 
 def _as_timedelta(timeout: timedelta | float | None) -> timedelta:

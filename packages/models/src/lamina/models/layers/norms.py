@@ -101,10 +101,17 @@ class RMSNorm(_Norm):
         factor = self.factor
         if x.device.type != "cpu" or factor is None:
             return torch.rms_norm(x, (self.size,), factor, self.eps)
-        # torch has no fused RMSNorm on a CPU; its backward takes three times as long (0605).
-        wide = torch.promote_types(x.dtype, torch.float32)
-        normed = applied(_RMSNormOnCPU, x.to(wide), factor.to(wide), self.eps)
-        return normed.to(dtype=x.dtype)
+        return rms_norm_on_cpu(x, factor, self.eps)
+
+
+def rms_norm_on_cpu(x: Tensor, factor: Tensor, eps: float) -> Tensor:
+    """RMSNorm as CPUs compute it.
+
+    torch has no fused one there; its backward takes three times as long (decision 0605).
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    normed: Tensor = applied(_RMSNormOnCPU, x.to(wide), factor.to(wide), eps)
+    return normed.to(dtype=x.dtype)
 
 
 class _RMSNormOnCPU(torch.autograd.Function):

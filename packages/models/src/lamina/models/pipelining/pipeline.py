@@ -113,6 +113,8 @@ def pipeline(
     dtype = _activation_dtype(wrapped[0], modules[0], axis, dtype, where)
     from lamina.models.pipelining.stage import LaminaStage  # imports torch._dynamo
 
+    if all(parameter.is_meta for stage in modules for parameter in stage.parameters()):
+        where = torch.device("meta")  # a plan: what stages hand on has no values either
     group, split = axis.sibling("pipeline"), kind.splits_backward
     stages = [
         LaminaStage(module, stage, at, len(cut), where, group, dtype, splits_backward=split)

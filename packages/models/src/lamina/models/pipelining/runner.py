@@ -36,6 +36,7 @@ class PipelineRunner(nn.Module):
             `clip_grad_norm` and `memory_plan` take them.
         layout: layers of every stage of the pipeline.
         num_microbatches: the number of pieces that a batch is cut into.
+        schedule: torch's, which says what each rank does when.
         losses: of the last `step`, each microbatch's part of the loss on this rank, if it has the
             last stage; else empty.
     """
@@ -56,7 +57,7 @@ class PipelineRunner(nn.Module):
         self.num_microbatches = num_microbatches
         self.losses: list[Tensor] = []
         self._drivers = tuple(stages)
-        self._schedule = schedule
+        self.schedule = schedule
         self._mesh = mesh
         self._axis = mesh_axis(mesh, "pp")
         self._last = last
@@ -71,7 +72,9 @@ class PipelineRunner(nn.Module):
             for group in self.parameter_groups()
             if group.gradients is not None
         )
-        any_scaled = torch.tensor([scaled], dtype=torch.int64, device=self._drivers[0].device)
+        device = self._drivers[0].device
+        readable = "cpu" if device.type == "meta" else device
+        any_scaled = torch.tensor([scaled], dtype=torch.int64, device=readable)
         all_reduce_small([any_scaled], self._axis.sibling("pipeline"), op="max")
         return not int(any_scaled)
 
@@ -241,7 +244,7 @@ class PipelineRunner(nn.Module):
         for driver in self._drivers:
             driver.begin(batches)
         losses: list[Tensor] = []
-        run = self._schedule.step if training else self._schedule.eval
+        run = self.schedule.step if training else self.schedule.eval
         # Stages have their microbatches. The schedule passes these numbers to the loss function.
         run(target=torch.arange(len(batches)), losses=losses, return_outputs=False)
         for driver in self._drivers:

@@ -1,0 +1,111 @@
+"""Published rows of torchtitan and others, planned: predicted, published, error.
+
+`--half fit` are the rows that the constants of `lamina.models.plan.constants` were chosen on,
+`--half judge` the others. All are planned with Lamina's engine, blocks and recomputation, so that
+errors of memory are those of the plan and of another program together. Sources: torchtitan
+benchmarks/ at b5bcd76, NeMo Automodel docs/performance-summary, Llama 3 (Meta, 2024).
+
+    python benchmarks/published_rows.py --half fit
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lamina.mesh import ParallelLayout
+from lamina.models import preset
+from lamina.models.plan import Job, plan
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published row: tokens/s or TFLOP/s per GPU, and GiB reserved where they are told."""
+
+    name: str
+    half: str
+    gpu: str
+    job: Job
+    tokens: float = 0.0
+    tflops: float = 0.0
+    gib: float = 0.0
+
+
+def llama(size: str, ranks: int, **settings: Any) -> Job:
+    """A job of a Llama 3 at 8,192 tokens, unless other settings say so."""
+    return Job(**{"config": preset(f"llama3-{size}"), "ranks": ranks, "sequence": 8192, **settings})
+
+
+def torchtitan() -> Iterator[Row]:
+    """Rows of torchtitan on H100 with 96 GB, and on H200."""
+    one = {"batch": 2, "recompute": "selective"}
+    faster, narrow = {"compiled": True}, {"compiled": True, "precision": "fp8"}
+    gpu = "h100-96gb"
+    eager = llama("8b", 8, **one)
+    yield Row("8B, 8, eager", "fit", gpu, eager, 5762, gib=82.4)
+    yield Row("8B, 8, compiled", "fit", gpu, replace(eager, **faster), 6667, gib=77.0)
+    yield Row("8B, 8, compiled FP8", "fit", gpu, replace(eager, **narrow), 8532, gib=76.8)
+    more = llama("8b", 128, **one)
+    yield Row("8B, 128, eager", "judge", gpu, more, 5605, gib=67.0)
+    yield Row("8B, 128, compiled", "judge", gpu, replace(more, **faster), 6514, gib=62.0)
+    yield Row("8B, 128, compiled FP8", "judge", gpu, replace(more, **narrow), 8380, gib=61.8)
+    wide = llama("8b", 32, **one, **narrow)
+    yield Row("8B, 32 H200, compiled FP8", "judge", "h200", wide, 10938, gib=48.0)
+    cut = ParallelLayout(tp=8)
+    plain = llama("8b", 64, batch=12, recompute="selective", compiled=True, layout=cut)
+    yield Row("8B, 64, FSDP 8 x TP 8, compiled", "fit", gpu, plain, 4378)
+    full = llama("70b", 256, batch=16, recompute="full", layout=cut, **narrow)
+    yield Row("70B, 256, FSDP 32 x TP 8, FP8", "judge", gpu, full, 829, gib=71.9)
+    stages = ParallelLayout(tp=8, pp=8)
+    deep = llama("405b", 512, batch=32, microbatches=32, recompute="full", layout=stages, **narrow)
+    yield Row("405B, 512, 1F1B, FP8", "fit", gpu, deep, 100, gib=82.5)
+    woven = replace(deep, schedule="interleaved_1f1b")
+    yield Row("405B, 512, interleaved, FP8", "judge", gpu, woven, 128, gib=72.7)
+
+
+def others() -> Iterator[Row]:
+    """Rows of NeMo Automodel and Meta, planned with Lamina's engine."""
+    # A batch of 128 sequences over 32 data-parallel ranks of two GPUs each (cp).
+    pairs = llama("70b", 64, batch=4, microbatches=4, recompute="full", layout=ParallelLayout(cp=2))
+    yield Row("Automodel 70B, 64, CP 2", "judge", "h100-80gb", pairs, tflops=389)
+    # 16 million tokens are 2,048 sequences, over 64 ranks of 128 GPUs.
+    largest = llama(
+        "405b", 8192, batch=32, microbatches=32, layout=ParallelLayout(tp=8, pp=16),
+        schedule="1f1b", recompute="selective",
+    )  # fmt: skip
+    yield Row("Llama 3 405B, 8,192", "judge", "h100-80gb", largest, tflops=430)
+
+
+def main() -> None:
+    """Plan the rows and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--half", choices=("fit", "judge"))
+    parser.add_argument("--only", default="", help="rows whose names hold this")
+    words = parser.parse_args()
+    print("| row | half | GiB reserved: predicted, published, error | "
+          "per GPU: predicted, published, error |\n| --- | --- | --- | --- |")  # fmt: skip
+    for row in (*torchtitan(), *others()):
+        if words.half not in (None, row.half) or words.only not in row.name:
+            continue
+        begun = time.monotonic()
+        planned = plan(row.job, row.gpu)
+        reserved = planned.reserved / (1 << 30)
+        memory = f"{reserved:.1f}, not told, -"
+        if row.gib:
+            memory = f"{reserved:.1f}, {row.gib}, {reserved / row.gib - 1:+.0%}"
+        value, published, unit = planned.tokens_per_second, row.tokens, "tokens/s"
+        if row.tflops:
+            value, published, unit = planned.flops_per_second / 1e12, row.tflops, "TFLOP/s"
+        error = f"{value / published - 1:+.0%}"
+        print(f"| {row.name} | {row.half} | {memory} | "
+              f"{value:,.0f}, {published:,.0f} {unit}, {error} |", flush=True)  # fmt: skip
+        largest = sorted(planned.seconds.items(), key=lambda pair: -pair[1])[:4]
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in largest)
+        print(f"<!-- planned in {time.monotonic() - begun:.0f} s: {parts} -->", flush=True)
+
+
+if __name__ == "__main__":
+    main()

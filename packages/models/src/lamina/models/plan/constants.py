@@ -1,0 +1,108 @@
+"""The constants of the cost model, each with its source. Nothing else in the planner is a guess.
+
+What is marked *fitted* was chosen on one half of the published rows (`docs/records/plan.md`) and
+judged on the other half. `python -m lamina.models.plan --calibrate` measures them on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its data sheet; rates are dense peaks in one direction.
+
+    Attributes:
+        memory: bytes that CUDA reports.
+        bf16, fp8, fp32: operations per second of products.
+        bandwidth: bytes per second of the memory.
+        link: bytes per second of NVLink, to all GPUs of the host together.
+        network: bytes per second of the GPU's share of its host's network.
+    """
+
+    memory: int
+    bf16: float
+    fp8: float
+    fp32: float
+    bandwidth: float
+    link: float
+    network: float
+
+
+# Data sheets of NVIDIA: H100 (2023), H200 (2024), A100 (2021), DGX B200 (2024). Networks are those
+# of DGX systems: 400 Gbit/s per GPU, A100 200 Gbit/s. `h100-96gb` is the H100 of torchtitan's
+# tables (96 GB of HBM2e, 500 W): its bandwidth is that of Grand Teton's part, 2.4 TB/s.
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        "a100": Gpu(int(79.15 * GIB), 312e12, 312e12, 19.5e12, 2.039e12, 300e9, 25e9),
+        "h100-80gb": Gpu(int(79.18 * GIB), 989e12, 1979e12, 67e12, 3.352e12, 450e9, 50e9),
+        "h100-96gb": Gpu(int(95.04 * GIB), 989e12, 1979e12, 67e12, 2.4e12, 450e9, 50e9),
+        "h200": Gpu(int(139.8 * GIB), 989e12, 1979e12, 67e12, 4.8e12, 450e9, 50e9),
+        "b200": Gpu(int(178.4 * GIB), 2250e12, 4500e12, 75e12, 7.7e12, 900e9, 50e9),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What of a data sheet's rate is reached, and what each call costs.
+
+    Attributes:
+        product: share of the peak that a large product reaches (*fitted*).
+        fp8_product: the same in FP8, with its casts (*fitted*).
+        half_rows, half_inner: rows (or columns) and inner length at which a product reaches half
+            of that. A tile of cuBLAS has 128 rows, and a wave of tiles is filled at some 1,000
+            (NVIDIA, Matrix Multiplication Background, 2023).
+        attention, attention_backward: share of the bf16 peak that flash attention reaches; PyTorch
+            has version 2 of it, at 335 and 290 TFLOP/s on an H100 (Shah et al., 2024, figures 5
+            and 6, head width 128, causal).
+        memory: share of the memory's bandwidth that an element-wise kernel reaches.
+        fused: share of the bytes of element-wise kernels that is left where blocks are compiled
+            (*fitted*).
+        launch: seconds of the host for each operator (PyTorch 2, eager).
+        link, network: share of a link's bandwidth that large messages reach (nccl-tests on
+            DGX H100: 370 of 450 GB/s inside a host, 45 of 50 between hosts).
+        latency: seconds of a message inside a host, and between hosts, for each step of a ring.
+        latency_between: see `latency`.
+        context: bytes that CUDA, cuBLAS and NCCL take outside PyTorch's allocator.
+        reserved: what the allocator reserves for each byte that is allocated at the peak, as
+            blocks of several streams do not share memory (on the virtual GPU, Llama 3 8B on 8
+            ranks, batch 2, selective recomputation: 65.2 of 61.2 GiB).
+    """
+
+    product: float = 0.551
+    fp8_product: float = 0.445
+    half_rows: float = 96.0
+    half_inner: float = 96.0
+    attention: float = 0.34
+    attention_backward: float = 0.29
+    memory: float = 0.85
+    fused: float = 0.573
+    launch: float = 5e-6
+    link: float = 0.82
+    network: float = 0.9
+    latency: float = 4e-6
+    latency_between: float = 12e-6
+    context: int = int(1.5 * GIB)
+    reserved: float = 1.067
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU, what of it is reached, and how many of them a host has."""
+
+    gpu: Gpu
+    costs: Costs = field(default_factory=Costs)
+    per_host: int = 8
+
+
+def machine(name: str, costs: Costs | None = None) -> Machine:
+    """A machine by its GPU's name. ValueError lists the names that are known."""
+    if name not in GPUS:
+        raise ValueError(f"gpu {name!r} is not known: choose one of {', '.join(GPUS)}")
+    return Machine(GPUS[name], costs or Costs())

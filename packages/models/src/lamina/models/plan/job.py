@@ -1,0 +1,318 @@
+"""A run to plan, and a step of it: the real mesh, wrappers, blocks, schedule and optimizer.
+
+One process plays one rank of a world that is not there (torch's fake process group). On meta
+tensors a step has no values and takes no memory, so models of any size can be played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+import lamina.fsdp as fsdp
+from lamina.ddp import clip_grad_norm, finalize_grads
+from lamina.ddp.engine import HasGroups, groups_of
+from lamina.mesh import ParallelLayout, ParallelMesh, init_distributed
+from lamina.models.activation_memory.recompute import Kind, RecomputePolicy, apply_recompute
+from lamina.models.base.config import TransformerConfig
+from lamina.models.decoder.gpt import GPTModel
+from lamina.models.decoder.layer_stack import ResidualBlock, TransformerBlock
+from lamina.models.pipelining.cuts import cut_layers
+from lamina.models.pipelining.pipeline import pipeline
+from lamina.models.pipelining.runner import PipelineRunner
+from lamina.models.pipelining.schedule import Schedule, number_of_stages, schedule_kind
+from lamina.models.plan.device_forms import device_forms
+from lamina.models.plan.recorder import StepRecord, StepRecorder
+
+_BLOCKS = (TransformerBlock, ResidualBlock)
+RANKS_PER_HOST = 8
+
+
+@runtime_checkable
+class _Accumulates(Protocol):
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backwards are not the last of the step."""
+
+
+Engine = tuple[nn.Module, torch.optim.Optimizer]
+Shard = Callable[[nn.Module, "Job", ParallelMesh, torch.device], Engine]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run to plan.
+
+    Args:
+        config: the decoder's.
+        ranks: GPUs of the whole run.
+        layout: ranks per axis; -1 takes the ranks that the others leave.
+        batch: sequences that a data-parallel rank takes in a step.
+        sequence: tokens per sequence.
+        microbatches: the passes in which it takes them.
+        strategy: of `fully_shard`, 0 to 3 or a name.
+        schedule: the order in which pipeline stages run microbatches.
+        recompute: `none`, `selective`, `full`, `offload`, or a policy.
+        precision: of products; `fp8` is played as bf16, and timed as FP8.
+        compiled: whether blocks are compiled. That changes the predicted time alone.
+        settings: further arguments of `fully_shard`.
+        make: builds the model of a config on a mesh, if it is no `GPTModel`.
+        shard: makes it data-parallel, if `fully_shard` does not.
+        inputs: the model's arguments from tokens and labels.
+        stage: layers per pipeline stage, if they are not cut by cost.
+
+    Raises:
+        ValueError: a batch that the microbatches do not divide.
+        LayoutError: ranks that do not fill the layout.
+
+    Examples:
+        >>> from lamina.models.plan import Job
+        >>> Job(config=preset("llama3-8b"), ranks=8, batch=2, sequence=8192).layout.dp_shard
+        8
+    """
+
+    config: TransformerConfig
+    ranks: int
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    batch: int = 1
+    sequence: int = 4096
+    microbatches: int = 1
+    strategy: int | str = 3
+    schedule: Schedule = "1f1b"
+    recompute: Kind | RecomputePolicy = "none"
+    precision: Literal["bf16", "fp32", "fp8"] = "bf16"
+    compiled: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    make: Callable[[TransformerConfig, ParallelMesh], nn.Module] | None = None
+    shard: Shard | None = None
+    inputs: Callable[[Tensor, Tensor], dict[str, Any]] | None = None
+    stage: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        layout = self.layout.validate(self.ranks)
+        if self.batch % self.microbatches:
+            raise ValueError(
+                f"batch={self.batch} sequences of a data-parallel rank and microbatches="
+                f"{self.microbatches}: microbatches are equal, so they must divide the batch"
+            )
+        changes: dict[str, Any] = {"max_sequence_length": self.sequence}
+        if layout.tp > 1:
+            changes |= {"vocab_multiple": layout.tp, "sequence_parallel": True}
+        if self.config.moe is not None:
+            # On meta tensors nobody knows which tokens an expert gets: as many as all others do.
+            changes["moe"] = replace(self.config.moe, capacity_factor=1.0, pad_to_capacity=True)
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "config", replace(self.config, **changes))
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with sequences of their own."""
+        return self.layout.dp_replicate * self.layout.dp_shard
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, of all ranks."""
+        return self.batch * self.sequence * self.data_ranks
+
+    @property
+    def stage_sizes(self) -> tuple[int, ...]:
+        """Layers of each pipeline stage."""
+        pp = self.layout.pp
+        if pp == 1:
+            return (self.config.num_layers,)
+        if self.stage is not None:
+            return self.stage
+        stages = number_of_stages(self.schedule, pp, None, None)
+        return tuple(map(len, cut_layers(self.config, stages, self.sequence)))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank holds."""
+        sizes, pp = self.stage_sizes, self.layout.pp
+        return (0,) if pp == 1 else schedule_kind(self.schedule).stages_of(rank, pp, len(sizes))
+
+    def with_layers(self, most: int) -> Job:
+        """The same with at most so many layers of a kind in each stage."""
+        moe = self.config.moe
+        dense, sizes, start = 0 if moe is None else moe.first_dense, [], 0
+        for size in self.stage_sizes:
+            own = max(0, min(size, dense - start))
+            sizes.append(min(own, most) + min(size - own, most))
+            start += size
+        changes: dict[str, Any] = {"num_layers": sum(sizes)}
+        if moe is not None:
+            changes["moe"] = replace(moe, first_dense=min(dense, most))
+        config = replace(self.config, **changes)
+        return replace(self, config=config, stage=tuple(sizes) if self.layout.pp > 1 else None)
+
+    @property
+    def alike(self) -> bool:
+        """Whether layers of a stage are of one kind, but for the first dense ones."""
+        return self.config.layer_pattern is None and not self.config.layers
+
+
+@dataclass(frozen=True)
+class Played:
+    """One rank's steady step: its record, and the parameters of the modules that it holds."""
+
+    record: StepRecord
+    parameters: int
+
+
+def play(
+    job: Job, rank: int = 0, device_type: str = "cuda", backend: str | None = "fake"
+) -> Played:
+    """Play a steady step of one pipeline rank on meta tensors.
+
+    Args:
+        job: the run.
+        rank: along `pp`; the first rank along the other axes.
+        device_type: the device whose kernels attention and norms are counted as.
+        backend: None if the process is a rank of a job already, and plays itself.
+
+    Raises:
+        ValueError: a layout, model or schedule that cannot run, as in the run itself.
+    """
+    rounded = 512 if device_type == "cuda" else 1
+    with program(job, rank, torch.device("meta"), backend) as playing, device_forms(device_type):
+        playing.step(None)  # makes the optimizer's state, and the order of gathers
+        with StepRecorder("meta", playing.states, rounded=rounded) as recorder:
+            playing.step(recorder.mark)
+        return Played(recorder.record, playing.parameters)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A job's modules on one rank: `step` runs a step and is given a function that hears of phases,
+    `states` names the tensors that steps rest on.
+    """
+
+    module: nn.Module
+    step: Callable[[Callable[[str], None] | None], None]
+    states: Callable[[], dict[str, list[Tensor]]]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the parameters that this rank holds."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+@contextmanager
+def program(
+    job: Job, rank: int, device: torch.device, backend: str | None = "fake"
+) -> Iterator[Program]:
+    """Inside, a step of the job can be run on a device as the first rank of a pipeline stage.
+
+    Without a backend the process group is there already.
+    """
+    with ExitStack() as stack:
+        if backend is not None:
+            per_stage = job.ranks // job.layout.pp
+            kind: dict[str, Any] = {"rank": rank * per_stage, "world_size": job.ranks}
+            hosts = RANKS_PER_HOST if job.ranks % RANKS_PER_HOST == 0 else None
+            stack.enter_context(init_distributed(backend, **kind, ranks_per_host=hosts))
+        mesh = job.layout.build("cpu" if device.type == "meta" else device.type)
+        with torch.device("meta"):
+            model = _make(job, mesh)
+        module, optimizer = (job.shard or _shard)(model, job, mesh, device)
+        ids = torch.zeros(job.batch, job.sequence, dtype=torch.int64, device=device)
+
+        def step(mark: Callable[[str], None] | None) -> None:
+            if isinstance(module, PipelineRunner):
+                module.step(ids, ids)
+            else:
+                _passes(module, job, mesh, ids)
+            if mark is not None:
+                mark("optimizer")
+            if isinstance(module, PipelineRunner):
+                clip_grad_norm(list(module.stages), 1.0, mesh)
+            elif isinstance(module, HasGroups):
+                clip_grad_norm(module, 1.0, mesh)
+            else:
+                nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        yield Program(module, step, lambda: _states(module, optimizer))
+
+
+def _make(job: Job, mesh: ParallelMesh) -> nn.Module:
+    model = GPTModel(job.config, mesh) if job.make is None else job.make(job.config, mesh)
+    return model if job.recompute == "none" else apply_recompute(model, job.recompute)
+
+
+def _passes(module: nn.Module, job: Job, mesh: ParallelMesh, ids: Tensor) -> None:
+    """Forward and backward of each microbatch."""
+    parts = ids.tensor_split(job.microbatches)
+    for number, part in enumerate(parts):
+        last = number == job.microbatches - 1
+        named = {"tokens": part, "labels": part}
+        named = named if job.inputs is None else job.inputs(part, part)
+        with nullcontext() if last or not isinstance(module, _Accumulates) else module.no_sync():
+            module(**named).backward()
+    if isinstance(module, HasGroups):
+        finalize_grads(module, mesh)
+
+
+def _shard(
+    model: nn.Module, job: Job, mesh: ParallelMesh, device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`fully_shard` of the model, or of each pipeline stage."""
+
+    def settings(module: nn.Module) -> dict[str, Any]:
+        kinds = [kind for kind in _BLOCKS if any(isinstance(m, kind) for m in module.modules())]
+        dtype = None if job.precision == "fp32" else torch.bfloat16
+        return {
+            "device_mesh": mesh,
+            "device": device,
+            "fsdp_unit_modules": kinds or None,
+            "zero_dp_strategy": job.strategy,
+            "mixed_precision_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype),
+            **job.settings,
+        }
+
+    if job.layout.pp == 1:
+        return fsdp.fully_shard(model, adamw(model), **settings(model))
+    runner = pipeline(
+        cast(GPTModel, model), mesh, job.schedule, job.microbatches, job.stage,
+        sequence=job.sequence if job.stage is None else None,
+        wrap=lambda stage: fsdp.fully_shard_model(stage, **settings(stage)),
+    )  # fmt: skip
+    return runner, fsdp.fully_shard_optimizer(adamw(runner), runner)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """AdamW; matrices decay, vectors do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    groups = [{"params": p, "weight_decay": d} for p, d in ((matrices, 0.1), (vectors, 0.0)) if p]
+    return torch.optim.AdamW(groups, lr=1e-4)
+
+
+def _states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
+    """What a step rests on, and the gradients that are there now."""
+    parameters = list(module.parameters())
+    states: dict[str, list[Tensor]] = {
+        "weights": [_local(parameter) for parameter in parameters],
+        "gradients": [_local(p.grad) for p in parameters if p.grad is not None],
+        "optimizer state": [
+            _local(value)
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ],
+    }
+    stages = module.stages if isinstance(module, PipelineRunner) else [module]
+    for stage in stages:
+        for group in groups_of(stage) if isinstance(stage, HasGroups) else ():
+            states["weights"] += [group.weights.local.data, group.main_weights.data]
+    return states
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The memory of a tensor that wraps another one."""
+    inner: Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "_local", tensor))
+    return inner

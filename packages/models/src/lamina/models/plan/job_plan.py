@@ -1,0 +1,350 @@
+"""The plan of a job: memory and time of each kind of pipeline stage, and whether it fits.
+
+Note [Layers that are alike]
+A deep model is played with few layers of each kind. What a step takes is then a straight line in
+the number of layers, and the plan follows it to the true number, if three runs lie on it: the third
+one checks the line that the first two draw. Otherwise the whole model is played. Microbatches are
+treated in the same way, as a schedule repeats its middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lamina.models.decoder.cost import training_flops_per_token
+from lamina.models.pipelining.schedule import schedule_kind
+from lamina.models.plan.clock import Timing, message_seconds, replay
+from lamina.models.plan.constants import GIB, Machine, machine
+from lamina.models.plan.job import Job, Played, play
+from lamina.models.plan.pipeline_clock import pipeline_order, simulate
+from lamina.models.plan.recorder import CATEGORIES, Message
+
+Numbers = dict[str, float]
+_EXACT = 2e-3
+"""Part of a number by which the third run may miss the line of the first two."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One kind of pipeline stage.
+
+    `memory` is in bytes at the peak, by category, `seconds` by category, `sent` in bytes by axis.
+    """
+
+    rank: int
+    layers: int
+    parameters: int
+    memory: dict[str, int]
+    seconds: dict[str, float]
+    sent: dict[str, int]
+    forward: float
+    backward: float
+    update: float
+    extrapolated: bool
+    """Whether fewer layers or microbatches were played than there are."""
+
+    @property
+    def allocated(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job needs and how long a step takes, on one kind of GPU.
+
+    Attributes:
+        job: what was planned.
+        gpu: the name of the GPU's profile.
+        stages: each kind of pipeline stage; of a run without pipeline the only one.
+        seconds: of a step, by category, of the slowest stage; with `bubbles`.
+        played: the record and its timing, of the stage that needs most memory.
+    """
+
+    job: Job
+    gpu: str
+    machine: Machine
+    stages: tuple[StagePlan, ...]
+    seconds: dict[str, float]
+    played: tuple[Played, Timing] = field(repr=False, compare=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def worst(self) -> StagePlan:
+        """The stage that needs most memory."""
+        return max(self.stages, key=lambda stage: stage.allocated)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors at the peak."""
+        return self.worst.allocated
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that PyTorch's allocator has taken at the peak."""
+        return int(self.allocated * self.machine.costs.reserved)
+
+    @property
+    def margin(self) -> int:
+        """Bytes of the GPU that are left; below zero it does not fit."""
+        return self.machine.gpu.memory - self.machine.costs.context - self.reserved
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU has the memory."""
+        return self.margin >= 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of one GPU in a second."""
+        return self.job.tokens / self.job.ranks / self.step_seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        """Operations of the model of one GPU in a second, without those of recomputation."""
+        per_token = training_flops_per_token(self.job.config, self.job.sequence)
+        return per_token * self.tokens_per_second
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP utilisation, of the peak in bf16 (of FP8 runs too)."""
+        return self.flops_per_second / self.machine.gpu.bf16
+
+    @property
+    def binds(self) -> str:
+        """What is largest in memory, and what takes most time beside products."""
+        memory = max(self.worst.memory, key=lambda name: self.worst.memory[name])
+        others = {name: s for name, s in self.seconds.items() if name != "products"}
+        return f"memory: {memory}; time: {max(others, key=lambda name: others[name])}"
+
+    def as_json(self) -> dict[str, Any]:
+        """All numbers, for `json.dumps`."""
+        return {
+            "gpu": self.gpu,
+            "ranks": self.job.ranks,
+            "allocated_bytes": self.allocated,
+            "reserved_bytes": self.reserved,
+            "margin_bytes": self.margin,
+            "fits": self.fits,
+            "binds": self.binds,
+            "step_seconds": self.step_seconds,
+            "seconds": self.seconds,
+            "mfu": self.mfu,
+            "tokens_per_second_per_gpu": self.tokens_per_second,
+            "flops_per_second_per_gpu": self.flops_per_second,
+            "stages": [
+                {
+                    "pp": stage.rank, "layers": stage.layers, "parameters": stage.parameters,
+                    "memory_bytes": stage.memory, "sent_bytes": stage.sent,
+                    "extrapolated": stage.extrapolated,
+                }
+                for stage in self.stages
+            ],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [f"{'memory at the peak':<28}" + "".join(f"pp={s.rank:<12}" for s in self.stages)]
+        for name in CATEGORIES:
+            row = (f"{stage.memory[name] / GIB:8.2f} GiB   " for stage in self.stages)
+            lines.append(f"  {name:<26}" + "".join(row))
+        lines.append(f"  {'allocated':<26}" + "".join(
+            f"{stage.allocated / GIB:8.2f} GiB   " for stage in self.stages))  # fmt: skip
+        limit = (self.machine.gpu.memory - self.machine.costs.context) / GIB
+        verdict = "fits" if self.fits else "DOES NOT FIT"
+        lines += [
+            f"reserved {self.reserved / GIB:.2f} of {limit:.2f} GiB of {self.gpu}: {verdict}, with "
+            f"{self.margin / GIB:+.2f} GiB",
+            f"a step takes {self.step_seconds:.3f} s",
+        ]
+        lines += [
+            f"  {name:<26}{seconds:10.4f} s {100 * seconds / self.step_seconds:5.1f}%"
+            for name, seconds in sorted(self.seconds.items(), key=lambda pair: -pair[1])
+            if seconds > 0
+        ]
+        sent = ", ".join(f"{axis} {n / GIB:.2f} GiB" for axis, n in self.worst.sent.items() if n)
+        lines += [
+            f"a rank sends {sent or 'nothing'}",
+            f"MFU {100 * self.mfu:.1f}%, {self.flops_per_second / 1e12:.0f} TFLOP/s and "
+            f"{self.tokens_per_second:,.0f} tokens/s per GPU",
+            f"what binds: {self.binds}",
+        ]
+        return "\n".join(lines)
+
+
+def plan(job: Job, gpu: str | Machine = "h100-80gb") -> Plan:
+    """Plan a job by steps of its code on meta tensors.
+
+    Args:
+        job: the run.
+        gpu: a profile's name, or a machine with constants of your own.
+
+    Raises:
+        ValueError: an unknown GPU, or a job that cannot run, with the run's own words.
+
+    Examples:
+        >>> from lamina.models.plan import Job, plan
+        >>> tiny = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> plan(Job(config=tiny, ranks=2, sequence=64), "h100-80gb").fits
+        True
+    """
+    at = machine(gpu) if isinstance(gpu, str) else gpu
+    pp = job.layout.pp
+    kinds = sorted({0, min(1, pp - 1), pp - 1})
+    planned = [_plan_stage(job, rank, at) for rank in kinds]
+    stages = tuple(stage for stage, _ in planned)
+    worst = max(range(len(stages)), key=lambda place: stages[place].allocated)
+    slow = max(stages, key=lambda stage: sum(stage.seconds.values()))
+    seconds = dict(slow.seconds)
+    if pp > 1:
+        length = _pipeline_seconds(job, stages, at)
+        seconds["bubbles"] = max(0.0, length - slow.forward - slow.backward)
+    name = gpu if isinstance(gpu, str) else "a machine of your own"
+    return Plan(job, name, at, stages, seconds, planned[worst][1])
+
+
+# ------------------------------------------------------------------------------ one kind of stage
+
+
+def _plan_stage(job: Job, rank: int, at: Machine) -> tuple[StagePlan, tuple[Played, Timing]]:
+    layers = sum(job.stage_sizes[stage] for stage in job.stages_of(rank))
+    shown: list[tuple[Played, Timing]] = []
+
+    def numbers(smaller: Job) -> Numbers:
+        played = play(smaller, rank)
+        values, timing = _numbers(smaller, played, at)
+        shown.append((played, timing))
+        return values
+
+    values, extrapolated = _along_layers(job, rank, numbers)
+
+    def under(prefix: str) -> dict[str, float]:
+        return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+
+    memory = under("memory ")
+    stage = StagePlan(
+        rank,
+        layers,
+        int(values["parameters"]),
+        {name: int(memory.get(name, 0)) for name in CATEGORIES},
+        under("seconds "),
+        {axis: int(nbytes) for axis, nbytes in under("sent ").items()},
+        values["forward"],
+        values["backward"],
+        values["update"],
+        extrapolated,
+    )
+    return stage, shown[-1]
+
+
+def _numbers(job: Job, played: Played, at: Machine) -> tuple[Numbers, Timing]:
+    record = played.record
+    resting = record.at_rest()
+    states = resting["weights"] + resting["optimizer state"]
+    touched = 2 * states + resting["gradients"]
+    how = {"precision": job.precision, "compiled": job.compiled}
+    timing = replay(record, at, optimizer_bytes=touched, **how)  # type: ignore[arg-type]
+    values: Numbers = {f"memory {name}": n for name, n in record.peak().items()}
+    values |= {f"seconds {name}": s for name, s in timing.spent.items()}
+    values |= {f"sent {axis}": n for axis, n in record.wire_bytes().items()}
+    values |= {"forward": timing.forward, "backward": timing.backward, "update": timing.update}
+    values["parameters"] = played.parameters
+    values["peak"] = sum(record.peak().values())
+    values["flops"] = sum(operation.flops for operation in record.operations)
+    return values, timing
+
+
+def _along_layers(job: Job, rank: int, numbers: Callable[[Job], Numbers]) -> tuple[Numbers, bool]:
+    """The numbers of a rank's layers; see Note [Layers that are alike]."""
+    least = 1 if job.layout.pp > 1 else 2
+    passes = _few_passes(job)
+    sizes = [job.stage_sizes[stage] for stage in job.stages_of(rank)]
+    if job.alike and max(sizes) > least + 2:
+        points = []
+        for most in (least, least + 1, least + 2):
+            smaller = job.with_layers(most)
+            layers = sum(smaller.stage_sizes[stage] for stage in smaller.stages_of(rank))
+            points.append((layers, numbers(_with_passes(smaller, passes[0]))))
+        if _on_a_line(points):
+            whole = _line(points[0], points[1], sum(sizes))
+            if len(passes) > 1:
+                small = job.with_layers(least)
+                more = numbers(_with_passes(small, passes[1]))
+                several = _line((passes[0], points[0][1]), (passes[1], more), job.microbatches)
+                per_layer = (several[k] / max(v, 1e-30) for k, v in points[0][1].items())
+                ratios = dict(zip(points[0][1], per_layer, strict=True))
+                grows = {key for key in whole if not key.startswith(("memory", "param", "peak"))}
+                whole = {
+                    key: value * ratios[key] if key in grows or ratios[key] > 1.01 else value
+                    for key, value in whole.items()
+                    if key in ratios
+                } | {key: value for key, value in whole.items() if key not in ratios}
+            return whole, True
+    if len(passes) == 1:
+        return numbers(job), False
+    first, second = ((n, numbers(_with_passes(job, n))) for n in passes)
+    return _line(first, second, job.microbatches), True
+
+
+def _few_passes(job: Job) -> tuple[int, ...]:
+    """Microbatches to play: all, or two numbers that the others follow from."""
+    pp, all_passes = job.layout.pp, job.microbatches
+    if pp == 1:
+        return (2, 3) if all_passes > 3 else (all_passes,)
+    few = max(len(job.stage_sizes), pp) if schedule_kind(job.schedule).v_shape else pp
+    if all_passes <= few + pp:
+        return (all_passes,)
+    return (few, few + pp)
+
+
+def _with_passes(job: Job, passes: int) -> Job:
+    return replace(job, microbatches=passes, batch=job.batch // job.microbatches * passes)
+
+
+def _line(first: tuple[int, Numbers], second: tuple[int, Numbers], at: int) -> Numbers:
+    """The numbers at a place of the line through two points."""
+    (x, start), (end, values) = first, second
+    keys = start.keys() | values.keys()
+    steps = (at - x) / max(end - x, 1)
+    return {
+        key: max(0.0, start.get(key, 0) + steps * (values.get(key, 0) - start.get(key, 0)))
+        for key in keys
+    }
+
+
+def _on_a_line(points: list[tuple[int, Numbers]]) -> bool:
+    first, second, third = points
+    guess = _line(first, second, third[0])
+    return all(
+        abs(guess[key] - third[1][key]) <= _EXACT * max(third[1][key], 1.0)
+        for key in ("peak", "parameters", "flops")
+    )
+
+
+# ------------------------------------------------------------------------------ the schedule
+
+
+def _pipeline_seconds(job: Job, stages: tuple[StagePlan, ...], at: Machine) -> float:
+    """Seconds from the first forward to the last backward, by the schedule's own order."""
+    pp, order = job.layout.pp, pipeline_order(job)
+    by_rank = {rank: stages[min(rank, 1) if rank < pp - 1 else -1] for rank in range(pp)}
+    stages_held = {rank: len(job.stages_of(rank)) for rank in range(pp)}
+    each = {
+        rank: (stage.forward / stages_held[rank], stage.backward / stages_held[rank])
+        for rank, stage in by_rank.items()
+    }
+    passes = job.microbatches
+    sent = stages[0].sent.get("pp", 0) / max(1, passes)
+    near = job.ranks // pp >= 8
+    hop = Message("pp", "pp", "send", "", int(sent), int(sent) if near else 0, 2, 0, None)
+    durations = {
+        rank: {"F": forward / passes, "B": backward / passes, "I": backward / passes / 2,
+               "W": backward / passes / 2}
+        for rank, (forward, backward) in each.items()
+    }  # fmt: skip
+    return simulate(order, durations, message_seconds(hop, at))

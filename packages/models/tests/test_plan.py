@@ -1,0 +1,202 @@
+"""The planner: its record of a step, its lines through fewer layers, its clock and its checks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lamina.mesh import ParallelLayout
+from lamina.models import TransformerConfig
+from lamina.models.plan import Call, Job, StepRecorder, machine, plan, standstill
+from lamina.models.plan.clock import message_seconds, replay
+from lamina.models.plan.command import layout_of, main
+from lamina.models.plan.constants import Costs
+from lamina.models.plan.job import play
+from lamina.models.plan.pipeline_clock import pipeline_order, simulate
+from lamina.models.plan.preflight import complaints, switched_off
+from lamina.models.plan.recorder import Message, Operation, StepRecord
+
+CONFIG = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=6, num_heads=4, ffn_size=128)
+JOB = Job(config=CONFIG, ranks=2, batch=2, sequence=64)
+
+
+def test_a_record_knows_each_storage_from_birth_to_death():
+    with StepRecorder("cpu") as recorder:
+        first = torch.zeros(1000)
+        second = first + 1.0
+        del first
+        third = second.view(10, 100) * 2.0
+        del second, third
+    sizes = [(life.sizes[0][1], life.died is not None) for life in recorder.record.lives[-3:]]
+    assert sizes == [(4000, True)] * 3
+    before = sum(recorder.record.timeline()[0][1].values())
+    assert sum(recorder.record.peak().values()) - before <= 8000  # two at once, never three
+
+
+def test_a_record_counts_what_products_multiply():
+    left, right = torch.ones(3, 5), torch.ones(5, 7)
+    heads = torch.ones(1, 2, 8, 4)
+    with StepRecorder("cpu") as recorder:
+        left @ right
+        torch.baddbmm(torch.zeros(2, 3, 7), left.expand(2, 3, 5), right.expand(2, 5, 7))
+        torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    flops = [operation.flops for operation in recorder.record.operations if operation.flops]
+    assert flops == [2 * 3 * 5 * 7, 2 * 2 * 3 * 5 * 7, 2 * 2 * (8 * 8 / 2) * (4 + 4)]
+
+
+def test_what_a_forward_leaves_for_its_backward_is_an_activation():
+    weight = torch.ones(50, 50, requires_grad=True)
+    with StepRecorder("cpu", lambda: {"weights": [weight]}) as recorder:
+        hidden = torch.ones(20, 50) @ weight
+        hidden = hidden.exp()  # kept: its gradient needs it
+        hidden.sum().backward()
+        del hidden
+    kinds = [life.category for life in recorder.record.lives if life.sizes[0][1] == 20 * 50 * 4]
+    assert "activations" in kinds
+    assert recorder.record.peak()["weights"] == 50 * 50 * 4
+
+
+def test_deep_models_follow_the_line_of_shallow_ones():
+    """Played with 2, 3 and 4 layers, and extrapolated to 6; beside all 6."""
+    planned = plan(JOB)
+    whole = play(JOB)
+    assert planned.worst.extrapolated
+    assert planned.worst.memory == whole.record.peak()
+    assert planned.worst.parameters == whole.parameters
+    assert planned.worst.sent == dict(whole.record.wire_bytes())
+
+
+def test_parameters_and_states_are_those_of_the_model():
+    """With three states in fp32, of which each of two ranks holds half."""
+    job = replace(JOB, config=replace(CONFIG, num_layers=2), precision="fp32")
+    memory = play(job).record.at_rest()
+    shape = job.config
+    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    count = shape.num_layers * layer + 2 * 256 * 64 + 64
+    assert memory["weights"] == pytest.approx(4 * count / 2, rel=0.02)
+    assert memory["optimizer state"] == pytest.approx(8 * count / 2, rel=0.02)
+
+
+def test_the_clock_hides_a_message_behind_kernels_and_shows_what_is_left():
+    at, record = machine("h100-80gb", Costs(launch=0.0)), StepRecord()
+    moved = int(at.gpu.bandwidth * at.costs.memory)  # one second
+    record.operations = [Operation("add", number, False, 0.0, moved) for number in range(3)]
+    size = int(1.5 * at.gpu.link * at.costs.link)
+    hidden = Message("dp", "dp:gather", "all_gather_into", "", size, 0, 2, 0, 2)
+    record.messages, record.end = [hidden], 3
+    timing = replay(record, at)
+    assert timing.spent["exposed dp"] == pytest.approx(0.0, abs=1e-3)
+    record.messages = [replace(hidden, waited=1)]
+    late = replay(record, at)
+    assert late.spent["exposed dp"] == pytest.approx(0.5, abs=1e-3)
+    assert late.total == pytest.approx(3.5, abs=1e-3)
+
+
+def test_between_hosts_a_ring_has_the_network_cards_of_all_its_ranks():
+    at = machine("h100-80gb")
+    alone = Message("dp", "dp", "all_gather_into", "", 1 << 30, 1 << 30, 2, 0, None)
+    # Of 16 ranks on two hosts 8 are elsewhere: 8 of the 15 messages go there.
+    rows = replace(alone, between=(1 << 30) * 8 // 15, ranks=16)
+    outside = at.gpu.network * at.costs.network
+    assert message_seconds(alone, at) == pytest.approx((1 << 30) / outside, rel=0.01)
+    assert message_seconds(rows, at) < message_seconds(alone, at) / 5
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_bubbles_are_those_of_the_paper(schedule):
+    """Of p stages and m microbatches (m + p - 1) forwards and backwards take time."""
+    job = replace(JOB, ranks=4, layout=ParallelLayout(pp=4), batch=8, microbatches=8)
+    order = pipeline_order(replace(job, schedule=schedule, config=replace(CONFIG, num_layers=4)))
+    durations = {rank: {"F": 1.0, "B": 2.0} for rank in range(4)}
+    assert simulate(order, durations, 0.0) == (8 + 4 - 1) * 3.0
+
+
+def test_interleaving_makes_bubbles_smaller():
+    job = replace(JOB, ranks=2, layout=ParallelLayout(pp=2), batch=4, microbatches=4)
+    job = replace(job, config=replace(CONFIG, num_layers=4), schedule="interleaved_1f1b")
+    halves = {rank: {"F": 0.5, "B": 1.0} for rank in range(2)}
+    assert simulate(pipeline_order(job), halves, 0.0) < (4 + 2 - 1) * 3.0
+
+
+def test_a_schedule_whose_ranks_wait_for_each_other_is_named():
+    order = {0: [(0, "B", 0), (0, "F", 0)], 1: [(1, "F", 0), (1, "B", 0)]}
+    with pytest.raises(RuntimeError, match="stands still"):
+        simulate(order, {rank: {"F": 1.0, "B": 1.0} for rank in order}, 0.0)
+
+
+def test_groups_whose_ranks_come_in_another_order_are_named():
+    """The bug of torchrec's issue 4149: two groups, and one rank that begins with the other one."""
+    rows, columns = (0, 1), (0, 1, 2)
+    first, second = Call(rows, "all_to_all"), Call(columns, "all_reduce")
+    assert standstill({0: [first, second], 1: [first, second], 2: [second]}) == []
+    (problem,) = standstill({0: [first, second], 1: [second, first], 2: [second]})
+    assert "rank 0 waits in all_to_all for ranks [0, 1]" in problem
+    assert "rank 1 waits in all_reduce for ranks [0, 1, 2]" in problem
+
+
+def test_collectives_that_differ_in_a_group_are_named():
+    Pair = namedtuple("Pair", "left right")
+    both = Pair(Call((0, 1), "all_reduce of 8 bytes"), Call((0, 1), "all_reduce of 4 bytes"))
+    (problem,) = standstill({0: [both.left], 1: [both.right]})
+    assert "do not send the same" in problem
+
+
+def test_a_check_names_the_memory_that_is_missing_and_settings_without_effect(monkeypatch):
+    planned = plan(replace(JOB, config=replace(CONFIG, num_layers=2), schedule="gpipe"))
+    small = replace(planned.machine, gpu=replace(planned.machine.gpu, memory=1 << 20))
+    # Types and orders have tests of their own, and take seconds.
+    monkeypatch.setattr("lamina.models.plan.preflight.wrong_types", lambda job: [])
+    monkeypatch.setattr("lamina.models.plan.preflight.waits_of", lambda job: [])
+    first, second = complaints(replace(planned, machine=small))
+    assert "too little" in first
+    assert "schedule='gpipe' does nothing" in second
+    assert complaints(replace(planned, job=replace(planned.job, schedule="1f1b"))) == []
+
+
+def test_experts_axes_without_experts_do_nothing():
+    job = replace(JOB, layout=ParallelLayout(ep=2))
+    assert switched_off(job) == ["ep=2 does nothing: the model has no experts"]
+
+
+def test_the_command_prints_json_a_trace_and_a_plot(tmp_path, capsys):
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256,
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 128, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64, "tie_word_embeddings": False, "hidden_act": "silu",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    trace, plot = tmp_path / "trace.json", tmp_path / "plot.svg"
+    words = f"--model {tmp_path} --ranks 2 --sequence 64 --json --trace {trace} --plot {plot}"
+    assert main(words.split()) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["fits"]
+    assert shown["step_seconds"] > 0
+    assert sum(shown["stages"][0]["memory_bytes"].values()) == shown["allocated_bytes"]
+    assert {"X", "C"} <= {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert plot.read_text().count("<polygon") == 6
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs/how-to/plan.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines()]
+    assert len(commands) == 3
+    for command in commands:
+        assert main(command.removeprefix("python -m lamina.models.plan ").split()) == 0
+    assert (tmp_path / "step.json").exists()
+
+
+def test_the_command_says_why_a_run_cannot_be(capsys):
+    assert main("--model llama3-8b --ranks 6 --mesh tp=4,dp_shard=-1".split()) == 2
+    assert "this cannot run" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="write tp=2,pp=2"):
+        layout_of("tp:4")

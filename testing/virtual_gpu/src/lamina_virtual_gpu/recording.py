@@ -68,7 +68,8 @@ def races() -> list[str]:
     their streams, where Python gave them, and whose memory it is. They are looked for under an
     adversary, and in every order with `VGPU_RACES=report`.
     """
-    return _library().vgpu_races().decode(errors="replace").split("\1")[:-1]
+    text: str = _library().vgpu_races().decode(errors="replace")
+    return text.split("\1")[:-1]
 
 
 def forget_races() -> None:

@@ -139,7 +139,7 @@ def function_of(symbol: str) -> Callable[..., Any]:
         if function is None:
             function = getattr(torch.special, word, None)
         if function is not None:
-            return function  # type: ignore[no-any-return]
+            return function
     raise NotImplementedError(
         f"{symbol} of libdevice has no arithmetic on the virtual GPU.\nAdd what it computes to "
         "`ELSEWHERE` in lamina_virtual_gpu/arithmetic/interpreter.py, or run without VGPU_COMPUTE"

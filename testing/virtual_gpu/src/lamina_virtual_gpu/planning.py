@@ -31,7 +31,7 @@ def played_rank(rank: int, ranks: int, per_host: int = 8) -> Iterator[None]:
     }
     os.environ.update({name: str(value) for name, value in local.items()})
     torch.cuda.set_device(0)
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in its stubs
     dist.init_process_group("cpu:fake,cuda:nccl", store=store, rank=rank, world_size=ranks)
     yield
 

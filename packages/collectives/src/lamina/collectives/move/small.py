@@ -167,7 +167,7 @@ class SmallReduction:
                 return nothing_left
             op = _BACKEND[self._op]
             work = dist.all_reduce(packed, op, self._lane.group, async_op=True)
-            return end_of(work, self._device)
+            return nothing_left if work is None else work.wait  # its caller waits at once
 
         launch(Handle(call, (packed,)), self._lane, self._device, start)
         pieces = torch.split(packed, [tensor.numel() for tensor in tensors])

@@ -218,7 +218,7 @@ def _take_workspaces(device: torch.device) -> None:
     if device.type == "cuda":
         with torch.inference_mode(False), torch.enable_grad():
             factor = torch.ones(1, 1, device=device, requires_grad=True)
-            torch.mm(factor, factor).sum().backward()
+            torch.autograd.backward(torch.mm(factor, factor).sum())
 
 
 def start_engine(

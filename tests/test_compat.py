@@ -216,6 +216,26 @@ def norms_of_several_tensors_come_at_once():
     assert math.isnan(largest[1])
 
 
+def several_tensors_are_copied_at_once():
+    to = [torch.zeros(2), torch.zeros(3, dtype=torch.float64)]
+    of_ddp.foreach_copy(to, [torch.ones(2), torch.full((3,), 2.0)])
+    assert [each.tolist() for each in to] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
+
+
+def fake_tensors_are_a_class():
+    with torch._subclasses.FakeTensorMode():
+        assert isinstance(torch.ones(2), of_models.FakeTensor)
+    assert not isinstance(torch.ones(2), of_models.FakeTensor)
+
+
+def rows_are_normalised_by_one_operator():
+    x, weight = torch.arange(1.0, 9.0).view(2, 4), torch.full((4,), 2.0)
+    normed, reciprocal = of_models.fused_rms_norm(x, [4], weight, 0.0)
+    root = x.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(normed, x / root * weight)
+    torch.testing.assert_close(reciprocal, 1 / root)
+
+
 def threads_carry_objects():
     of_collectives.set_in_thread("lamina.tests", ("x",))
     assert of_collectives.is_in_thread("lamina.tests")
@@ -366,6 +386,9 @@ CHECKS = {
     callbacks_come_at_the_end_of_a_backward: "queue_callback",
     the_engine_says_which_nodes_it_will_execute: "will_execute",
     norms_of_several_tensors_come_at_once: "foreach_norm",
+    several_tensors_are_copied_at_once: "foreach_copy",
+    fake_tensors_are_a_class: "FakeTensor",
+    rows_are_normalised_by_one_operator: "fused_rms_norm",
     threads_carry_objects: "set_in_thread is_in_thread get_in_thread remove_from_thread",
     a_block_of_memory_can_be_shared: "shared_block",
     trees_are_walked: "tree_flatten tree_leaves tree_map_only tree_unflatten",
@@ -384,6 +407,7 @@ CHECKS = {
     dcp_names_what_it_pickles: "StorageInfo MemoryFormatCode get_layout",
 }
 ELSEWHERE = {  # in collectives' own test_compat.py
+    "DeviceEnd",  # what `has_ended` takes
     "all_gather_single",
     "has_ended",
     "reduce_scatter_single",

@@ -6,18 +6,25 @@ No other module of this layer uses one (tests/test_compat.py), so what a new tor
 import torch
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._compile import _disable_dynamo as one_graph_break
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "HAS_SCALED_MM_V2_ON_CPU",
+    "FakeTensor",
+    "TorchDispatchMode",
     "current_graph_task_id",
     "flash_attention",
     "flash_attention_backward",
     "flash_attention_backward_for_cpu",
     "flash_attention_for_cpu",
+    "fused_rms_norm",
     "graph_is_kept",
     "one_graph_break",
     "scaled_mm",
     "scaled_mm_v2",
+    "tree_leaves",
 ]
 
 graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined, unused-ignore]
@@ -30,6 +37,9 @@ HAS_SCALED_MM_V2_ON_CPU = torch._C._dispatch_has_kernel_for_dispatch_key(
 scaled_mm = torch._scaled_mm
 # Not `torch._scaled_mm_v2`, which Dynamo of torch 2.12 does not trace.
 scaled_mm_v2 = torch.ops.aten._scaled_mm_v2
+
+# The norm of rows and the reciprocal of their root mean squares: `F.rms_norm` on a GPU.
+fused_rms_norm = torch.ops.aten._fused_rms_norm
 
 # Attention that gives the logarithm of each row's sum beside the output.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lamina.models.compat import fused_rms_norm
 from lamina.models.layers.norms import rms_norm_on_cpu
 
 
@@ -38,7 +39,7 @@ def device_forms(device_type: str) -> Iterator[None]:
             return rms_norm(x, shape, weight, eps)
         if device_type == "cpu":
             return rms_norm_on_cpu(x, weight, eps)
-        return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]  # type: ignore[no-any-return]
+        return fused_rms_norm(x, list(shape), weight, eps)[0]  # type: ignore[no-any-return]
 
     replaced: Any = ((F, "scaled_dot_product_attention", of_device), (torch, "rms_norm", fused))
     for module, name, function in replaced:

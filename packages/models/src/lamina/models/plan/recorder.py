@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lamina.collectives import Ledger
-from lamina.models.compat import current_graph_task_id
+from lamina.models.compat import (
+    FakeTensor,
+    TorchDispatchMode,
+    current_graph_task_id,
+    tree_leaves,
+)
 
 CATEGORIES = (
     "weights",

@@ -24,7 +24,7 @@ LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint
 # Faces of a layer beside `lamina.LAYER` and `lamina.LAYER.engine`.
 SUB_FACES = {
     "fsdp": ("check",),
-    "models": ("attention", "moe", "mamba", "vision", "parallel_types"),
+    "models": ("attention", "moe", "mamba", "vision", "parallel_types", "plan"),
 }
 VERSION = "{}.{}".format(*sys.version_info)
 

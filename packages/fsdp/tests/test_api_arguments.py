@@ -98,7 +98,7 @@ WRONG = {
     "a string for bytes": (lambda: fully_shard(OddNet(), gather_budget="1GB"), "in bytes"),
     "a string for bytes of messages": (
         lambda: fully_shard(OddNet(), reduce_message_bytes="32MiB"),
-        "int, in bytes",
+        "int or None, in bytes",
     ),
     "a string for yes and no": (lambda: fully_shard(OddNet(), overlap_grad_reduce="no"), "bool"),
     "a number for yes and no": (lambda: fully_shard(OddNet(), check_order=1), "bool"),

@@ -1,8 +1,9 @@
 """The constants of the cost model, in one place.
 
 The sources that are named were written from memory and have to be looked up. Those of latencies,
-launches and small products are judgements. What is marked *fitted* was chosen on one half of the published rows (`docs/records/plan.md`) and
-judged on the other half. `python -m lamina.models.plan --calibrate` measures them on a GPU.
+launches and small products are judgements. What is marked *fitted* was chosen on one half of the
+published rows (`docs/records/plan.md`) and judged on the other half.
+`python -m lamina.models.plan --calibrate` measures them on a GPU.
 """
 
 from __future__ import annotations

@@ -85,12 +85,13 @@ def megatron(model: nn.Module, kind: str) -> Wrapped:
     import megatron_fsdp
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh(kind, (1,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(kind, (1, 1), mesh_dim_names=("dp", "tp"))
     return megatron_fsdp.fully_shard(
         model,
         adamw(model),
         device_mesh=mesh,
         dp_shard_dim="dp",
+        tp_dim="tp",  # it looks for one where there is none
         fsdp_unit_modules=[TransformerBlock],
         zero_dp_strategy=3,
     )

@@ -27,8 +27,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake", for the CPU
 
-import lamina_virtual_gpu as virtual_gpu
-
 GIB = 1 << 30
 bf16, fp32 = torch.bfloat16, torch.float32
 
@@ -436,6 +434,8 @@ def python_calls(loss_hook: list[Callable[[torch.Tensor], None]]) -> Iterator[Co
 
 def of_step(step: Callable[[], None]) -> dict[str, object]:
     """Run a step and return what it asked of the device."""
+    import lamina_virtual_gpu as virtual_gpu
+
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()
@@ -480,8 +480,10 @@ def of_step(step: Callable[[], None]) -> dict[str, object]:
     }
 
 
-def measure(words: argparse.Namespace) -> dict[str, object]:
-    """Build the model under its engine and return what a steady step does."""
+def measure(
+    words: argparse.Namespace, of_step: Callable[[Callable[[], None]], dict[str, object]] = of_step
+) -> dict[str, object]:
+    """Build the model under its engine and return what `of_step` says of a steady step."""
     size = SIZES[words.size]
     group = dist.new_group(list(range(words.tp))) if words.tp > 1 else None
     with torch.device("meta"):
@@ -491,7 +493,7 @@ def measure(words: argparse.Namespace) -> dict[str, object]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     place = Place(words.world, words.tp, words.copies)
     engine, optimizer = ENGINES[words.engine](model, place, json.loads(words.settings))
-    ids = torch.zeros(words.batch, size.tokens + 1, dtype=torch.long, device="cuda")
+    ids = torch.randint(size.vocabulary, (words.batch, size.tokens + 1), device="cuda")
     loss_hook: list[Callable[[torch.Tensor], None]] = []
     plain = words.engine.endswith("ddp")
 

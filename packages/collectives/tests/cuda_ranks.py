@@ -123,7 +123,10 @@ def check_streams(group: dist.ProcessGroup) -> None:
         shard = torch.empty(PIECE, device=DEVICE)
         reduce_scatter_fp32(shard, torch.ones(world * PIECE, device=DEVICE), group, async_op=True)
         torch.full((world * PIECE,), -1.0, device=DEVICE)
-        dist.barrier()
+        # A thread gives gloo's results to the GPU, so no barrier waits for them. It completes the
+        # collectives of a group in their order: after a later one, the dropped one is complete.
+        later = torch.empty(1, device=DEVICE)
+        reduce_scatter_fp32(later, torch.ones(world, device=DEVICE), group, async_op=True).wait()
         if not CPU:  # on a CPU nobody waits for a handle that was dropped
             torch.cuda.synchronize()
             assert (shard == world).all()

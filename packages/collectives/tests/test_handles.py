@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import types
 import weakref
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lamina.collectives import all_gather_into, all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives.call.collective import _EndOnDevice
 from lamina.collectives.transport import lanes
 from lamina.collectives.transport.lanes import Worker, lane_of
 from lamina.mesh import ParallelLayout, init_distributed
@@ -137,6 +139,35 @@ def test_workers_that_work_one_after_another_start_one_thread(monkeypatch):
         del worker
         assert gone() is None, "an idle thread holds no worker"
     assert len(lanes._idle) == len(seen) == 1
+
+
+class FakeEvent:
+    """Stands for a CUDA event: notes which streams came after it."""
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+
+    def wait(self, stream: str) -> None:
+        self.waited.append(stream)
+
+
+@pytest.mark.parametrize("last", ["the job", "a job before", "a job after"])
+def test_an_end_that_is_dropped_on_the_threads_of_its_lane_hangs_nobody(last):
+    # As over gloo on a GPU, where whoever called keeps nothing and a job refers to the handle.
+    worker, event, tensor = Worker(), FakeEvent(), torch.zeros(3)
+    freed, owned = weakref.ref(tensor), {}
+    begin = threading.Event()
+    before = worker.submit(lambda: (begin.wait(10), last == "a job before" and owned.clear()))
+    job = worker.submit(lambda: last == "the job" and owned.clear())
+    after = worker.submit(lambda: last == "a job after" and owned.clear())
+    call = types.SimpleNamespace(device_ended=None)
+    owned["end"] = _EndOnDevice(call, event, "the caller's stream", job, (tensor,))
+    del tensor
+    begin.set()
+    for one in (before, job, after):
+        assert one.wait(5)
+    assert until(lambda: event.waited == ["the caller's stream"])
+    assert until(lambda: freed() is None)
 
 
 @pytest.mark.ranks(2)

@@ -117,14 +117,8 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if (alias is None or alias.is_write) and not only_shapes(name):
                     # The device touches no host memory that is not pinned: the host reads the
                     # number of a tensor without dimensions, and copies the others, by itself.
-                    unpinned = (
-                        recording.on_gpu
-                        and storage is not None
-                        and recording.is_host(storage)
-                        and not recording.is_pinned(storage)
-                    )
                     access = recording.access(tensor, writes=alias is not None)
-                    (by_host if unpinned else found).append(access)
+                    (by_host if self._is_pageable(storage) else found).append(access)
         pinned = kwargs.get("pin_memory") and not recording.on_gpu
         with self._trace.operator():
             result = func(*args, **{**kwargs, "pin_memory": False} if pinned else kwargs)
@@ -134,7 +128,10 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_host = recording._on_host or self._runs_on_host(given, large, made, elsewhere)
         if not recording.on_gpu and (pinned or on_host):
             recording.on_host(*results, pinned=bool(pinned))
-        found += [recording.access(tensor, writes=True) for tensor in made]
+        for tensor in made:
+            # The seed that an attention kernel of CUDA returns is a number of the host's.
+            pageable = self._is_pageable(storage_of(tensor))
+            (by_host if pageable else found).append(recording.access(tensor, writes=True))
         found += by_host if on_host else []
         accesses = [access for access in found if access is not None]
         if accesses:
@@ -143,6 +140,13 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in READS and not (on_host or recording.on_gpu) and reads_a_gpu():
             recording.wait(HOST, recording.mark(recording.current))
         return result
+
+    def _is_pageable(self, storage: torch.UntypedStorage | None) -> bool:
+        """Whether a storage lies in memory of the host that a GPU does not touch."""
+        recording = self._recording
+        if not recording.on_gpu or storage is None or not recording.is_host(storage):
+            return False
+        return not recording.is_pinned(storage)
 
     def _runs_on_host(
         self,

@@ -44,7 +44,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Generic, NoReturn, TypeAlias, TypeVar, cast
@@ -260,11 +260,26 @@ class _EndOnDevice:
                 ended.record()
 
     def __del__(self) -> None:
-        if self.event is not None:
-            if self._job is not None:
-                self._job.wait()
+        if self.event is None:
+            return
+        if self._job is None:
             self.event.wait(self.stream)
             self.forget()
+        else:
+            self._job.when_done(partial(_order, self.event, self.stream, self._keep))
+
+
+# Note [Who drops a handle waits for nothing]
+# Python may drop a handle on any thread: on the lane's, whose job was the last to refer to it, or
+# where the garbage collector happens to run. That thread may be the one that the collective needs
+# in order to end, so it must not wait for it. The job's thread does, once the collective has ended,
+# what is left to do, and holds the tensors until then.
+
+
+def _order(event: DeviceEnd, stream: torch.cuda.Stream, keep: tuple[object, ...]) -> None:
+    """Let a stream come after a collective, before the tensors in `keep` are freed."""
+    with suppress(RuntimeError):  # a device that has failed says so to whoever uses it next
+        event.wait(stream)
 
 
 class Handle:
@@ -543,19 +558,20 @@ def _complete_on(
     complete: Completion,
 ) -> torch.cuda.Event:
     """Complete a collective on its own stream, on whichever thread, and return an event after."""
-    events = handle._call.device_events
+    call = handle._call  # not the handle, which ends when its owner drops it
+    events = call.device_events
     ended = _event(False) if events is None else events[1]
 
     def finish() -> None:
         """Complete it on its own stream, whichever thread does."""
         with torch.cuda.device(device), torch.cuda.stream(side):
             complete()
-            if handle._call.async_op or events is not None:  # who is on the stream needs no event
+            if call.async_op or events is not None:  # who is on the stream needs no event
                 ended.record()
 
     # gloo blocks the host, so the lane's thread completes it. For NCCL a stream is enough.
     if lane is not None and served_by_gloo(lane.group, device):
-        handle._job = lane.worker.submit(finish, handle._call)
+        handle._job = lane.worker.submit(finish, call)
     else:
         finish()
     return ended

@@ -141,6 +141,7 @@ class Job:
         self._inference = torch.is_inference_mode_enabled()
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._after: list[Callable[[], object]] = []
 
     def start(self) -> None:
         """Do the work on a thread that no lane needs."""
@@ -160,6 +161,26 @@ class Job:
         # Drop the tensors first: whoever waits may count memory.
         self._work = None
         self._done.set()
+        self._run_after()
+
+    def when_done(self, action: Callable[[], object]) -> None:
+        """Call `action` once the work is done, on the thread that did it; at once if it is done.
+
+        After work that failed it is dropped without a call.
+        """
+        self._after.append(action)
+        if self._done.is_set():  # perhaps since before the line above
+            self._run_after()
+
+    def _run_after(self) -> None:
+        # Two threads may be here. `pop` gives each action to one of them.
+        while self._after:
+            try:
+                action = self._after.pop()
+            except IndexError:
+                return
+            if self._error is None:
+                action()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the work is done, and raise what it raised; False after `timeout` seconds."""

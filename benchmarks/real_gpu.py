@@ -3,11 +3,12 @@
     python benchmarks/real_gpu.py 1b 8b > seen.json              # on a GPU
     VGPU_GPU=h200 .nox/virtual-gpu/bin/python benchmarks/real_gpu.py 1b 8b --beside seen.json
 
-The step is that of `virtual_gpu_step.py`: rank 0 of 8 plays a Llama in plain torch, 1 x 8,192 tokens,
-bf16 over fp32, fused AdamW, clipping. Its messages go to the network of `simulated_group.py`, which
-copies on a stream and holds it for as long as the bytes would take at `--gbyte`, so that one GPU is
-enough and both devices are asked for the same. Memory is what torch's caching allocator took; calls
-are those of CUDA's runtime and driver in one step. A GPU's are counted by torch's profiler.
+The step is that of `virtual_gpu_step.py`: rank 0 of 8 plays a Llama in plain torch, 1 x 8,192
+tokens, bf16 over fp32, fused AdamW, clipping. Its messages go to the network of
+`simulated_group.py`, which copies on a stream and holds it for as long as the bytes would take at
+`--gbyte`, so that one GPU is enough and both devices are asked for the same. Memory is what torch's
+caching allocator took; calls are those of CUDA's runtime and driver in one step. A GPU's are
+counted by torch's profiler.
 """
 
 from __future__ import annotations

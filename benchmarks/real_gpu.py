@@ -57,6 +57,10 @@ def calls_of(step: Callable[[], None]) -> dict[str, int]:
         step()
         torch.cuda.synchronize()
     counts = Counter(event.name for event in profile.events())
+    for kernel in sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)[:40]:
+        if kernel.self_device_time_total:
+            figures = kernel.count, round(kernel.self_device_time_total / 1e3, 3)
+            print(*figures, "ms", kernel.key[:150], file=sys.stderr)
     return {name: sum(counts[one] for one in ones) for name, ones in CALLS.items()}
 
 

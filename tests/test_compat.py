@@ -256,6 +256,15 @@ def a_block_of_memory_can_be_shared():
     assert callable(of_collectives.shared_block)
 
 
+def a_stream_can_be_held():
+    """It takes a number of cycles; that it holds a stream is for `-s gpu`."""
+    if not torch.cuda.is_available():
+        with pytest.raises((RuntimeError, AttributeError)):
+            of_collectives.hold_stream(1)
+        return
+    of_collectives.hold_stream(1)
+
+
 def trees_are_walked():
     tree = {"a": [1, (2,)], "b": 3}
     assert of_ddp.tree_leaves(tree) == of_fsdp.tree_leaves(tree) == [1, 2, 3]
@@ -391,6 +400,7 @@ CHECKS = {
     rows_are_normalised_by_one_operator: "fused_rms_norm",
     threads_carry_objects: "set_in_thread is_in_thread get_in_thread remove_from_thread",
     a_block_of_memory_can_be_shared: "shared_block",
+    a_stream_can_be_held: "hold_stream",
     trees_are_walked: "tree_flatten tree_leaves tree_map_only tree_unflatten",
     operators_are_seen_below_autograd: "TorchDispatchMode",
     a_rank_knows_its_shard_of_a_dtensor: "local_shape_and_offset",

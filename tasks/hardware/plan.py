@@ -183,6 +183,7 @@ ROWS = (
         "checkpoints beside DCP and torch.save",
         "torchrun --nproc-per-node=1 benchmarks/checkpoint.py",
         DRY_SAVES,
+        limit=100,
         figures=True,
     ),
     Step(

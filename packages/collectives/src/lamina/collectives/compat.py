@@ -24,6 +24,7 @@ __all__ = [
     "all_gather_single",
     "get_in_thread",
     "has_ended",
+    "hold_stream",
     "is_in_thread",
     "one_graph_break",
     "profiling",
@@ -84,6 +85,9 @@ def has_ended(event: DeviceEnd) -> bool:
     finally:
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
+
+hold_stream: Callable[[int], None] = torch.cuda._sleep
+"""Keep the current stream busy for as many cycles of the GPU's clock, some two in a nanosecond."""
 
 profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 """Whether one of torch's profilers records now, on whichever thread. A call costs no Python."""

@@ -199,7 +199,8 @@ def issue(
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return the stream that work on a device is queued on now; None on a CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    # A number is found in a quarter of the time that a device takes, and this runs per parameter.
+    return torch.cuda.current_stream(device.index) if device.type == "cuda" else None
 
 
 class PeerLostError(RuntimeError):
@@ -525,7 +526,7 @@ def _launch_on_cuda(
     only_posts: bool,
 ) -> None:
     call = handle._call
-    current = torch.cuda.current_stream(device)
+    current = torch.cuda.current_stream(device.index)
     side = current if lane is None else lane.stream(device)
     if timed := call.recorded:
         call.device_events = [_event(True), _event(True)]

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lamina.collectives.compat import hold_stream
 from lamina.collectives.reduction.triton_kernels import finish_kernel, segment_kernel, sum_kernel
 from lamina.collectives.transport.peer_windows import PeerChunks, PeerRows
 
@@ -47,6 +48,7 @@ _SEGMENT_BLOCK = 1024  # elements per program of a segment's sum
 _IN_REGISTERS = 256  # elements of all chunks for one thread: it has 255 registers of 32 bits
 _TUNE_FROM = 1 << 20  # elements; smaller sums take microseconds, whatever the configuration
 _TUNE_ON = 1 << 24  # elements: more than a cache holds, little enough to be a passing allocation
+_CYCLES = 4_000_000  # of the GPU's clock: 2 ms, in which the host launches five kernels
 _IN_KERNELS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _choices: dict[tuple[Any, ...], Config] = {}
 
@@ -200,6 +202,9 @@ def _time(run: Callable[[], object]) -> float:
     """Median milliseconds on the current stream, after a first run that compiles."""
     run()
     spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    # A launch takes the host longer than the kernel takes the GPU. While the stream is held, the
+    # host queues all of them, and what lies between two events is the kernel alone.
+    hold_stream(_CYCLES)
     for _ in range(5):
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from lamina.models import (
     AttentionContext,
@@ -25,6 +26,7 @@ from lamina.models import (
     apply_recompute,
     generate,
 )
+from lamina.models.layers.matmul_products import write_product
 
 LLAMA = TransformerConfig(
     vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48
@@ -142,3 +144,18 @@ def test_importing_costs_no_compiler():
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     slow = {"torch._dynamo", "torch.distributed.tensor", "sympy"}  # seconds each
     assert not slow & set(found.stdout.decode().split())
+
+
+def test_sums_of_products_in_fp32_are_traced_for_a_gpu():
+    """As weights of the head get them, on CUDA in bf16; fake tensors need no GPU."""
+
+    def add(left, right, total):
+        write_product(left, right, total, accumulate=True)
+        return total
+
+    with FakeTensorMode():
+        left, right = (torch.empty(4, 4, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        total = torch.empty(4, 4, device="cuda")
+        summed = torch.compile(add, backend="eager", fullgraph=True)(left, right, total)
+        assert summed.shape == (4, 4)
+        assert summed.dtype == torch.float32

@@ -127,6 +127,32 @@ def test_operators_agree_with_the_cpu(program: Any, order: str) -> None:
     assert program(OPERATORS, VGPU_COMPUTE=order) == {}
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_default_device_is_not_that_of_the_arithmetic(program, order):
+    """A kernel that made tensors of the GPU would wait for the stream that waits for it."""
+    copies = program(
+        """
+        import json, torch, torch.nn.functional as F
+        import lamina_virtual_gpu as virtual_gpu
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        torch.set_default_device("cuda")
+        q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+
+        def attend():
+            with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+                F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.cuda.synchronize()  # in the order "late" all arithmetic is done here
+
+        attend()
+        virtual_gpu.reset()
+        attend()
+        print(json.dumps(virtual_gpu.record().copies))
+        """,
+        VGPU_COMPUTE=order,
+    )
+    assert not copies
+
+
 def test_a_kernel_that_no_operator_covers_is_refused_by_name(program):
     text = """
         import json, torch

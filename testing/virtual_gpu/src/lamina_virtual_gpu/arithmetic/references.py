@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -266,10 +267,24 @@ def install() -> object:
     """Register all of these for the CPU; they stay until what is returned is dropped."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, function in NEW.items():
-        library.impl(name, function, "CPU")
+        library.impl(name, on_the_cpu(function), "CPU")
     for name, change in CHANGED.items():
-        library.impl(name, changed(name, change), "CPU", with_keyset=True)
+        library.impl(name, on_the_cpu(changed(name, change)), "CPU", with_keyset=True)
     return library
+
+
+def on_the_cpu(kernel: Kernel) -> Kernel:
+    """Return a kernel whose new tensors lie on the CPU, whatever the program's default device is.
+
+    A tensor of the GPU would be work for the stream that waits for this kernel to end.
+    """
+
+    @functools.wraps(kernel)
+    def run(*given: Any, **more: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return kernel(*given, **more)
+
+    return run
 
 
 def changed(name: str, change: Kernel) -> Kernel:

@@ -125,8 +125,9 @@ PLAIN = _PlainProducts()
 def write_product(left: Tensor, right: Tensor, total: Tensor, accumulate: bool) -> None:
     """`total = left @ right`, or `total += left @ right`, without a temporary where possible.
 
-    There is no temporary if the dtypes are equal, or on CUDA from bf16 or fp16 into fp32. In other
-    cases the product is computed in the dtype of its operands first, and then written or added.
+    There is no temporary if the dtypes are equal, or on CUDA from bf16 or fp16 into fp32, except
+    for a sum in a compiled graph. In other cases the product is computed in the dtype of its
+    operands first, and then written or added.
     """
     if total.dtype == left.dtype:
         if accumulate:
@@ -134,7 +135,10 @@ def write_product(left: Tensor, right: Tensor, total: Tensor, accumulate: bool) 
         else:
             torch.mm(left, right, out=total)
     elif left.is_cuda and total.dtype == torch.float32:
-        if accumulate:
+        if accumulate and torch.compiler.is_compiling():
+            # torch 2.11 cannot trace the operator below: it takes the dtype for a factor.
+            total.add_(torch.ops.aten.mm.dtype(left, right, torch.float32))
+        elif accumulate:
             torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
         else:
             torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=total)

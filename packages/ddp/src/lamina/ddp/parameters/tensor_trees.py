@@ -12,6 +12,7 @@ from torch import nn
 from lamina.ddp.compat import tree_flatten, tree_leaves, tree_unflatten
 
 _PLAIN = (str, bytes, int, float, type)  # what neither is a tensor nor holds one
+_NUMBERS_AND_WORDS = frozenset((type(None), bool, int, float, str))  # most fields of settings
 _DEPTH = 4  # objects inside objects: deep enough for outputs, too shallow for a whole model
 
 
@@ -94,7 +95,7 @@ def map_tensors(
     """
     if isinstance(tree, torch.Tensor):
         return change(tree)
-    if tree is None or isinstance(tree, _PLAIN):  # most fields of dataclasses
+    if tree is None or isinstance(tree, _PLAIN):
         return tree
     leaves: list[Any] = []
     spec = None
@@ -103,7 +104,9 @@ def map_tensors(
         if len(leaves) == 1 and leaves[0] is tree:
             return tree
         items = enumerate(leaves)
-    pairs = ((key, before, map_tensors(before, change, loan)) for key, before in items)
+    # This runs for each unit, whose blocks may hand a whole configuration on.
+    others = (item for item in items if type(item[1]) not in _NUMBERS_AND_WORDS)
+    pairs = ((key, before, map_tensors(before, change, loan)) for key, before in others)
     changed = {key: after for key, before, after in pairs if after is not before}
     if loan is not None and _is_written_to(tree):
         loan.put(tree, changed)

@@ -108,6 +108,15 @@ CHECKS = (
     Step("models", "experts", "pytest packages/models/tests/test_moe_on_gpu.py"),
     Step("models", "Mamba", "pytest packages/models/tests/test_mamba_on_gpu.py"),
     Step(
+        "models",
+        "invariant=True: one set of bits for layouts of ranks that share the GPU",
+        "python packages/models/tests/invariant_on_gpu.py --models grouped --steps 2",
+        "python packages/models/tests/invariant_on_gpu.py --device cpu --models grouped --steps 1 "
+        "--rows 2 --worlds 1",
+        limit=150,
+        arithmetic=True,
+    ),
+    Step(
         "kernels",
         "memory registered for NCCL",
         "pytest packages/collectives/tests/test_registration.py",

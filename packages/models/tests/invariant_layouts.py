@@ -166,12 +166,12 @@ def hashes_alone(cases: list[tuple[str, torch.dtype]], steps: int) -> list[str]:
     return [sha256(train(model, Layout(), dtype, steps)) for model, dtype in cases]
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole batch; its sequences count different numbers of labels."""
     generator = torch.Generator().manual_seed(step)
-    text = torch.randint(0, SHAPE.vocab_size, (ROWS, LENGTH + 1), generator=generator)
+    text = torch.randint(0, SHAPE.vocab_size, (rows, LENGTH + 1), generator=generator)
     labels = text[:, 1:].clone()
-    for row in range(ROWS):
+    for row in range(rows):
         labels[row, : (3 * row + step) % LENGTH] = -100
     return text[:, :-1], labels
 
@@ -179,17 +179,24 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Run:
     """A model under one layout."""
 
-    def __init__(self, model: str, layout: Layout, dtype: torch.dtype) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        model: str,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        rows: int = ROWS,
+    ) -> None:
+        self.layout, self.device, self.rows = layout, device, rows
         sizes = {"dp_shard": layout.dp, "dp_replicate": layout.replicate}
         sizes |= {name: getattr(layout, name) for name in ("tp", "cp", "pp", "ep", "expert_tp")}
-        self.mesh = ParallelLayout(**sizes).build("cpu")
+        self.mesh = ParallelLayout(**sizes).build(device)
         config = replace(
             {**MODELS, **KINDS}[model], sequence_parallel=layout.sp, context_parallel=layout.way,
             loss_chunk=layout.chunk,
         )  # fmt: skip
         self.config = config
-        gpt = GPTModel(config, self.mesh, seed=1)
+        gpt = GPTModel(config, self.mesh, seed=1).to(device)
         self.roles = {name: role_of(p) for name, p in gpt.named_parameters()}
         if layout.recompute:
             apply_recompute(gpt, RecomputePolicy(kind=layout.recompute))
@@ -230,7 +237,8 @@ class Run:
         dp = mesh.axis("dp")
         # Forward m of rank d has piece m * dp + d of the batch.
         tokens, labels = (
-            torch.unflatten(x, 0, (microbatches, dp.size, -1))[:, dp.rank] for x in batch(number)
+            torch.unflatten(x.to(self.device), 0, (microbatches, dp.size, -1))[:, dp.rank]
+            for x in batch(number, self.rows)
         )
         if self.runner is not None:
             self.runner.step(tokens.flatten(0, 1), labels.flatten(0, 1))
@@ -254,7 +262,7 @@ class Run:
         """All parameters, whole, on every rank."""
         own = {name: p for stage in self.stages for name, p in full_parameters(stage).items()}
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (Share.of(self.mesh, ROWS, LENGTH, 1), own))
+        dist.all_gather_object(everywhere, (Share.of(self.mesh, self.rows, LENGTH, 1), own))
         with torch.device("meta"):
             sizes = {name: p.shape for name, p in GPTModel(self.config).named_parameters()}
         whole = {}
@@ -262,7 +270,7 @@ class Run:
             for name, value in named.items():
                 index = parameter_piece(value.shape, sizes[name], self.roles[name], share)
                 flat = whole.setdefault(name, torch.full(sizes[name], torch.nan)).view(-1)
-                flat[index.flatten()] = value.flatten()
+                flat[index.flatten()] = value.cpu().flatten()
         return whole
 
 
@@ -276,10 +284,15 @@ def sha256(parameters: dict[str, torch.Tensor]) -> str:
 
 
 def train(
-    model: str, layout: Layout, dtype: torch.dtype = torch.float32, steps: int = 2
+    model: str,
+    layout: Layout,
+    dtype: torch.dtype = torch.float32,
+    steps: int = 2,
+    device: str = "cpu",
+    rows: int = ROWS,
 ) -> dict[str, torch.Tensor]:
-    """Parameters after some steps, whole, on every rank."""
-    run = Run(model, layout, dtype)
+    """Parameters after some steps on `rows` sequences, whole, on every rank."""
+    run = Run(model, layout, dtype, device, rows)
     for number in range(steps):
         run.step(number)
     return run.parameters()

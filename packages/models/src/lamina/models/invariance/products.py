@@ -82,9 +82,12 @@ def row_sum(x: Tensor) -> Tensor:
     """Sum each row `[..., width]` in one order: `[..., 1]`, in float32.
 
     A row is cut into runs of 1,024 elements. torch adds one run in an order that depends on its
-    length alone, and the runs are added in the tree.
+    length alone, and the runs are added in the tree. On a GPU torch's order depends on the number
+    of rows too, so all of a row is added in the tree.
     """
     width, run = x.shape[-1], 1024
+    if x.is_cuda:
+        return fold(x, dim=-1).unsqueeze(-1)
     if width <= run:
         return x.contiguous().sum(dim=-1, keepdim=True)
     whole = width - width % run
@@ -150,12 +153,14 @@ def product(left: Tensor, right: Tensor, blocks: Sequence[Block] | None = None) 
         `[m, n]` or `[b, m, n]`, float32 for operands in float32, bfloat16 and float16.
 
     Raises:
-        NotImplementedError: for operands in float64, and on another device than a CPU.
+        NotImplementedError: for operands in float64.
     """
-    _require_chains(left)
+    _require_float32(left)
     rows, columns, inner = left.shape[-2], right.shape[-1], left.shape[-1]
     if min(rows, columns, inner) == 0:
         return left.new_zeros(*left.shape[:-1], columns, dtype=torch.float32)
+    if left.is_cuda:
+        return _on_a_gpu(left, right, blocks)
     left = F.pad(left.float(), (0, 0, 0, max(_FEWEST - rows, 0)))
     right = F.pad(right.float(), (0, max(_FEWEST - columns, 0)))
     cut = [(slice(0, inner),)] if blocks is None else blocks
@@ -200,12 +205,34 @@ def _one_after_the_other(left: Tensor, right: Tensor, block: Block) -> Tensor:
     return total
 
 
-def _require_chains(x: Tensor) -> None:
+def _on_a_gpu(left: Tensor, right: Tensor, blocks: Sequence[Block] | None) -> Tensor:
+    """The same in the same order, by a kernel with tiles of one shape."""
+    from lamina.models.invariance.chain_kernel import add_chains  # needs Triton
+
+    batched = left.ndim == 3
+    left, right = (x.float() if batched else x.float()[None] for x in (left, right))
+    shape = left.shape[0], left.shape[1], right.shape[2]
+
+    def leaves() -> Iterator[Tensor]:
+        for block in blocks or [(slice(0, left.shape[2]),)]:
+            total = left.new_empty(shape, dtype=torch.float32)
+            add_chains(left, right, block, CHUNK, total)
+            yield total
+
+    total = tree(leaves())
+    return total if batched else total[0]
+
+
+def require_cpu(what: str, x: Tensor) -> None:
+    """Refuse tensors of a GPU for `what`, whose sums there depend on shapes."""
     if x.device.type not in ("cpu", "meta"):
         raise NotImplementedError(
-            f"invariant=True has products for CPUs, and this one is on {x.device.type}: take "
+            f"invariant=True has {what} for CPUs, and these are on {x.device}: take "
             "invariant=False there, where layouts agree within a tolerance"
         )
+
+
+def _require_float32(x: Tensor) -> None:
     if x.dtype == torch.float64:
         raise NotImplementedError(
             "invariant=True has products in float32 (of float32, bfloat16 and float16), and this "

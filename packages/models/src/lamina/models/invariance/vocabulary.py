@@ -121,7 +121,7 @@ class _Loss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: VocabularyLoss
     ) -> Tensor:
         whole, group = _gathered(hidden, head), None if head.axis is None else head.axis.group
-        largest = torch.empty(len(labels), 1)
+        largest = hidden.new_empty(len(labels), 1, dtype=torch.float32)
         total, losses = torch.empty_like(largest), torch.empty_like(largest)
         for rows in head.chunks(len(labels)):
             logits = head.logits(whole[rows], weight, head.first)
@@ -146,7 +146,7 @@ class _Loss(torch.autograd.Function):
         head: VocabularyLoss = ctx.head
         tokens, outer = head.products.tokens, head.products.outer
         given = _Tokens(_gathered(hidden, head), labels, largest, total)
-        grad_hidden = torch.empty(given.hidden.shape)
+        grad_hidden = torch.empty_like(given.hidden, dtype=torch.float32)
 
         def leaves() -> Iterator[Tensor]:
             """Own tokens: gradients of hidden states, and granules of the weight's."""

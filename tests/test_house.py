@@ -39,7 +39,8 @@ FLOORS = {
     "fsdp": "compat settings units weights debugging state module api check bridges",
     "models": """
         compat base invariance precision layers moe attention mamba decoder activation_memory
-        torch_plan huggingface vision pipelining parallel_types bisection bisect plan
+        transformers_plan torch_plan huggingface vision pipelining parallel_types bisection bisect
+        plan
     """,
     "checkpoint": """
         compat errors progress storage ranks state save load manager preemption huggingface

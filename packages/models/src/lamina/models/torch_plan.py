@@ -7,17 +7,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lamina.mesh import derive_seed, role_of
-from lamina.mesh.engine import MeshAxis, copy_role, mesh_axis
+from lamina.mesh import role_of
+from lamina.mesh.engine import MeshAxis, copy_role
 from lamina.models.activation_memory.recompute import is_recomputed
 from lamina.models.base.config import TransformerConfig
-from lamina.models.base.initialise import check_same_seed, extremes
+from lamina.models.base.initialise import agree, check_same_seed, differing_tensors
 from lamina.models.base.mesh_axes import cut_weight
 from lamina.models.decoder.gpt import HOOKS, GPTModel, require_gpt
 from lamina.models.decoder.precision_backends import amax_exchanges, apply_precision
 from lamina.models.precision.fp8_products import Float8Products
-
-_BYTES_AT_ONCE = 1 << 24
+from lamina.models.transformers_plan import CutByOwnPlan, axis_of_plan
 
 
 class CutOverRanks(ParallelStyle):
@@ -36,10 +35,7 @@ class CutOverRanks(ParallelStyle):
         module = require_gpt(module, "CutOverRanks")
         if module.axis is not None:
             raise ValueError(f"the model is cut over {module.axis.name} already")
-        names = device_mesh.mesh_dim_names
-        if not names or len(names) != 1:
-            raise ValueError(f"{device_mesh} must have one dimension with a name: pass mesh['tp']")
-        axis = mesh_axis(device_mesh, names[0])
+        axis = axis_of_plan(device_mesh)
         config = module.config
         _require_as_made(module, axis)
         if self.sequence_parallel is not None:
@@ -66,7 +62,7 @@ class CutOverRanks(ParallelStyle):
 def _require_as_made(model: GPTModel, axis: MeshAxis) -> None:
     """Raise ValueError on every rank if the model was changed, as its modules are made again."""
     change = _change(model)
-    if _agree([int(bool(change))], axis) == [False]:
+    if agree([int(bool(change))], axis) == [False]:
         change = change or f"the model of another rank of {axis.name} is not as its config makes it"
     if change:
         raise ValueError(
@@ -114,33 +110,13 @@ def _require_same(model: GPTModel, config: TransformerConfig, axis: MeshAxis) ->
     if any(parameter.is_meta for parameter in model.parameters()):
         check_same_seed(model.seed, axis)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-    meta = [tensor.is_meta for tensor in tensors.values()]
-    differing = ["config, dtypes or devices"]
-    if _agree([derive_seed(0, config, shapes, meta)], axis) == [True]:
-        same = _agree([_sum_of_bytes(tensor) for tensor in tensors.values()], axis)
-        differing = [name for name, equal in zip(tensors, same, strict=True) if not equal]
+    differing = differing_tensors(tensors, [config], axis)
     if differing:
         raise ValueError(
             f"ranks of {axis.name} hold different models ({differing[0]}; {len(differing)} such in "
             "all), and each would keep a piece of its own: build GPTModel(config, seed=...) with "
             "one seed on all ranks, or load the same weights"
         )
-
-
-def _agree(values: list[int], axis: MeshAxis) -> list[bool]:
-    return [lowest == highest for lowest, highest in extremes(values, axis)]
-
-
-def _sum_of_bytes(tensor: torch.Tensor) -> int:
-    if tensor.is_meta:
-        return 0
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # In pieces, because sum() first casts its input to int64, which is eight times as large.
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    for piece in torch.split(flat, _BYTES_AT_ONCE):
-        total += piece.sum(dtype=torch.int64)
-    return int(total)
 
 
 def _piece(whole: nn.Parameter, like: nn.Parameter, axis: MeshAxis) -> nn.Parameter:
@@ -161,22 +137,35 @@ def _put(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def tensor_parallel_plan(
-    model: GPTModel, *, sequence_parallel: bool | None = None
+    model: nn.Module, *, sequence_parallel: bool | None = None, check: bool = True
 ) -> ParallelStyle:
     """Make the plan with which `parallelize_module(model, mesh["tp"], plan)` cuts the model.
 
+    A model of transformers is cut by its own `tp_plan` (its config's `base_model_tp_plan`, and the
+    head's), which may be set. It keeps its class and its names of parameters.
+
     Args:
-        model: a whole model, the same on all ranks (from one seed, or loaded); this is checked.
+        model: a whole `GPTModel`, or a live model of transformers, the same on all ranks (from one
+            seed, or loaded); this is checked.
         sequence_parallel: also cut the tokens between the products; by default as in its config.
+            Plans of transformers cannot.
+        check: compare a model of transformers with the whole on 16 tokens, gradients included.
 
     Raises:
-        TypeError: for another model than a `GPTModel`.
-        ValueError: if the model is cut already.
+        TypeError: for another model, or if a layer of the plan is of a class that cannot be cut.
+        ValueError: if the model is cut already, has no plan, or has a style without a counterpart.
 
     Examples:
         >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
         >>> plan = tensor_parallel_plan(GPTModel(config))  # for torch's parallelize_module
     """
+    if not isinstance(model, GPTModel) and hasattr(model, "tp_plan"):
+        if sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel of a {type(model).__name__}: plans of transformers cut no "
+                "tokens; leave it out, or convert the model with from_huggingface"
+            )
+        return CutByOwnPlan(model, check=check)
     model = require_gpt(model, "tensor_parallel_plan")
     if model.axis is not None:
         raise ValueError(f"the model is cut over {model.axis.name} already")

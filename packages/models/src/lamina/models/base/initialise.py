@@ -7,7 +7,7 @@ full name. A rank that holds a piece of a weight draws the whole weight and keep
 (decision 0601).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,6 +17,8 @@ from lamina.collectives.engine import all_reduce_small, host_device
 from lamina.mesh import derive_seed
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.mesh_axes import cut_weight
+
+_BYTES_AT_ONCE = 1 << 24
 
 Draw = Callable[..., Tensor]
 """Fills a whole weight in place, given a `generator`, and returns it, or what it makes of it."""
@@ -52,6 +54,38 @@ def extremes(values: Sequence[int], axis: MeshAxis) -> list[tuple[int, int]]:
     all_reduce_small([maxima], axis.group, op="max")
     highest, lowest = maxima.tolist()
     return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
+
+
+def agree(values: Sequence[int], axis: MeshAxis) -> list[bool]:
+    """Whether each value is the same on all ranks of an axis. Collective."""
+    return [lowest == highest for lowest, highest in extremes(values, axis)]
+
+
+def differing_tensors(
+    tensors: Mapping[str, Tensor], settings: Sequence[object], axis: MeshAxis
+) -> list[str]:
+    """Name the tensors whose bytes differ between ranks of an axis. Collective.
+
+    Where `settings`, dtypes, shapes or devices differ, the one name says so. Tensors on the meta
+    device are alike.
+    """
+    shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+    meta = [tensor.is_meta for tensor in tensors.values()]
+    if agree([derive_seed(0, *settings, shapes, meta)], axis) == [False]:
+        return ["config, dtypes or devices"]
+    same = agree([_sum_of_bytes(tensor) for tensor in tensors.values()], axis)
+    return [name for name, equal in zip(tensors, same, strict=True) if not equal]
+
+
+def _sum_of_bytes(tensor: Tensor) -> int:
+    if tensor.is_meta:
+        return 0
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    # In pieces, because sum() first casts its input to int64, which is eight times as large.
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for piece in torch.split(flat, _BYTES_AT_ONCE):
+        total += piece.sum(dtype=torch.int64)
+    return int(total)
 
 
 def assign_seeds(model: nn.Module, seed: int) -> None:

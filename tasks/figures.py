@@ -167,7 +167,7 @@ def step_time() -> Figure:
         width = milliseconds * 0.4
         figure.box(205, y, width, 32, "", RANKS[0] if ours else "#8b93a3")
         figure.text(215 + width, y + 22, str(milliseconds))
-    figure.text(20, 242, "benchmarks/RESULTS.md, 2026-11-21. No GPU has run this.", "soft")
+    figure.text(20, 242, "benchmarks/RESULTS.md, 2026-11-21. Not run on a GPU.", "soft")
     return figure
 
 

@@ -407,7 +407,7 @@ def sums_of(case: Case, wrapper: Wrapper) -> dict[str, Any]:
     cadence: Any = words[wrapper.strategy]
     if wrapper.patterns:
         cadence = [(pattern, words[strategy]) for pattern, strategy in wrapper.patterns.items()]
-    if settings.get("reproducible") == "True":
+    if "True" in (settings.get("reproducible"), settings.get("invariant")):
         cadence = "reproducible"
     policy = {"ddp": "'forward'", "torch": "'never'"}.get(wrapper.kind, "'start'")
     inner = case.ranks // wrapper.replicas

@@ -37,7 +37,8 @@ class Verdict:
             "bits" (other bits than law 2 promises), "hung", "died", "obscure" (an error that was
             not meant for the user), "uneven" (an error on some ranks, which leaves the others
             waiting), "invalid" (plain PyTorch refuses the program), or "theirs" (torch's FSDP2
-            refuses it, or `torch.compile` alone has other numbers).
+            refuses it, or has these numbers without Lamina; `torch.compile` alone refuses it, or
+            has other numbers).
         detail: why.
     """
 
@@ -79,11 +80,10 @@ def promises_bits(case: Case) -> bool:
     plain = "foreach=False" in case.optimizer
     # Penalties reach parameters apart from what units give, or in several pieces.
     rounded |= {"weights", "penalty"} & {name for before, _ in case.steps for name in before}
-    compiled = any("compiled" in part.how for part in case.parts)
     theirs = any(w.kind == "torch" for w in case.wrappers)
     # Weights in flat buffers are contiguous (decision 0427), and other strides take other kernels.
     strided = {"ChannelsLast", "Strided"} & {part.kind for part in case.parts}
-    return plain and not (native or rounded or compiled or theirs or strided)
+    return plain and not (native or rounded or compiles(case) or theirs or strided)
 
 
 def judge(case: Case, program: types.ModuleType, found: list[Records]) -> Verdict:
@@ -101,9 +101,7 @@ def judge(case: Case, program: types.ModuleType, found: list[Records]) -> Verdic
     for rank, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
         rough = max(tolerance, ROUNDING)
         for difference in differences(theirs, ours, rough, narrow=tolerance == NARROW):
-            if any("compiled" in part.how for part in case.parts) and compiles_wrong(
-                case, program, expected
-            ):
+            if compiles(case) and compiles_wrong(case, program, expected):
                 return Verdict("theirs", f"torch.compile alone is wrong too: {difference}")
             return Verdict("wrong", f"rank {rank}: {difference}")
         if tolerance == EXACT:
@@ -111,6 +109,15 @@ def judge(case: Case, program: types.ModuleType, found: list[Records]) -> Verdic
                 worst = Verdict("bits", f"rank {rank}: {difference}")
                 break
     return worst
+
+
+def compiles(case: Case) -> bool:
+    return any("compiled" in part.how for part in case.parts)
+
+
+def alike(one: Records, other: Records) -> bool:
+    """Whether two runs of a program have the same numbers."""
+    return bool(one) and not any(differences(one, other, ROUNDING))
 
 
 def compiles_wrong(case: Case, program: types.ModuleType, expected: list[Records]) -> bool:
@@ -124,7 +131,7 @@ def compiles_wrong(case: Case, program: types.ModuleType, expected: list[Records
 
 
 def refused_by_torch(case: Case, program: types.ModuleType, said: str) -> Verdict | None:
-    """Whether one process of plain PyTorch refuses the program too.
+    """Whether one process of plain PyTorch refuses the program too, compiled or not.
 
     Where a policy says what is computed in, its weights have that dtype. It has to say the same
     then: batch norm on CPUs takes no weights in bf16 beside statistics in fp32, and a part that
@@ -139,24 +146,36 @@ def refused_by_torch(case: Case, program: types.ModuleType, said: str) -> Verdic
             text = f"{type(error).__name__}: {error}"
             if weights is None or text.splitlines()[0] in said:
                 return Verdict("invalid", text[:300])
+    if compiles(case):
+        try:
+            in_one_process(program.program, case.ranks, program.SUMS, compiles=True)
+        except Exception as error:
+            if (text := head_of(error)) in said:
+                return Verdict("theirs", f"torch.compile alone: {text}")
     return None
+
+
+def head_of(error: BaseException) -> str:
+    """An error's type and first words."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:400]}"
 
 
 def of_error(case: Case, error: BaseException) -> tuple[str, str]:
     """Outcome and detail of an error on one rank."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if path_in_lamina(f.filename)]
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    head = " ".join(lines[:2])
+    head = head_of(error)
     place = "; ".join(f"{f.filename.rsplit('/', 2)[-1]}:{f.lineno}" for f in frames[-3:])
-    detail = f"{type(error).__name__}: {head[:400]} ({place})"
+    detail = f"{head} ({place})"
     if case.wrappers[0].kind == "torch" and not (ours and frames[-1] is ours[-1]):
         return "theirs", detail
     meant = bool(ours) and frames[-1] is ours[-1] and not isinstance(error, BUGS)
     # What a collective says of its tensors is for a layer above, and no user calls one here.
     place_of_ours = path_in_lamina(frames[-1].filename)
     meant &= not (isinstance(error, ValueError) and place_of_ours.startswith("collectives/"))
-    return ("refused" if meant and len(head) >= 60 else "obscure"), detail
+    words = head.partition(": ")[2]
+    return ("refused" if meant and len(words) >= 60 else "obscure"), detail
 
 
 def joined(each: list[Any]) -> Verdict:

@@ -19,7 +19,7 @@ HEAD = """\
 `python3 noxfile.py -s fuzz -- --cases N --seed S --keep` writes this page. [Testing](../testing.md#random-programs) says what a case is.
 
 - **right**: the same parameters and gradients as in one process of plain PyTorch. **refused**: an error of Lamina with the remedy, on all ranks.
-- **invalid**: plain PyTorch refuses the program too. **theirs**: torch's FSDP2 refuses it, under the wrapper over it.
+- **invalid**: plain PyTorch refuses the program too. **theirs**: torch's FSDP2 refuses it under the wrapper over it, or has these numbers without Lamina; or `torch.compile` alone does.
 - Everything else is a fault: other numbers, other bits than law 2 promises, a hang, a death, an obscure error, an error on some ranks only.
 """  # noqa: E501
 

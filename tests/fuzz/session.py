@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fuzz.alone import may_be_torchs, without_lamina
 from fuzz.case import Case, program_of
-from fuzz.judge import GOOD, Verdict, joined, judge, load, of_error, refused_by_torch
+from fuzz.judge import GOOD, Verdict, alike, joined, judge, load, of_error, refused_by_torch
 from fuzz.places import Ranks, Records, make_mesh
 
 from lamina_testing.client import ForkServer
@@ -91,8 +92,17 @@ def run_session(
                 print(json.dumps([number, "verdict", [verdict.outcome, verdict.detail]]), file=file)
                 store.set(f"{number} verdict", verdict.outcome)
             store.wait([f"{number} verdict"], limit)
-            faulthandler.cancel_dump_traceback_later()
             outcome = store.get(f"{number} verdict").decode()
+            if may_be_torchs(case, outcome):
+                again = without_lamina(load(source), rank, world, Path(out, f"alone{number}"))
+                store.set(f"{number} {rank} alone", pickle.dumps(alike(again, unpacked(records))))
+                store.wait(keys := [f"{number} {r} alone" for r in range(world)], limit)
+                if all(pickle.loads(store.get(key)) for key in keys):
+                    outcome = "theirs"
+                    if rank == 0:
+                        said = f"torch's FSDP2 alone has these numbers too: {verdict.detail}"
+                        print(json.dumps([number, "verdict", [outcome, said]]), file=file)
+            faulthandler.cancel_dump_traceback_later()
             if outcome not in GOOD:
                 return
             if outcome != "right":

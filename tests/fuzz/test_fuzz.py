@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fuzz.case import Case, program_of
+from fuzz.case import Case, Part, Wrapper, program_of
 from fuzz.draw import draw
 from fuzz.judge import of_error
 from fuzz.session import Fuzzer
@@ -56,6 +56,62 @@ def test_every_setting_is_drawn_or_has_its_place_in_the_program():
     }
 
 
+@pytest.mark.parametrize("setting", ["reproducible", "invariant"])
+def test_both_settings_that_ask_for_one_tree_are_summed_in_one_tree(setting, rank_server):
+    wrapper = Wrapper("fully_shard", strategy=1, settings={setting: "True"})
+    case = Case(
+        name=setting,
+        ranks=2,
+        parts=(Part("Affine"),),
+        wrappers=(wrapper,),
+        steps=((("no_sync", "plain"), ()),),
+        optimizer="torch.optim.SGD(groups, lr=0.05, foreach=False)",
+    )
+    verdict = Fuzzer(rank_server).one(case)
+    assert verdict.outcome == "right", verdict
+
+
+MUON = Case(
+    name="torch's Muon over DTensors",
+    ranks=2,
+    parts=(Part("Encoder"),),
+    wrappers=(Wrapper("torch", strategy=3),),
+    steps=((("plain",), ("step",)),),
+    optimizer="torch.optim.Muon([p for p in groups if p.ndim == 2], lr=0.02)",
+)
+"""Its products in bf16 are summed over ranks, and it enlarges what they lose 485 times."""
+
+
+def test_numbers_that_fsdp2_has_without_lamina_are_torchs(rank_server):
+    verdict = Fuzzer(rank_server).one(MUON)
+    assert verdict.outcome == "theirs", verdict
+    assert "part0.layer" in verdict.detail
+
+
+@pytest.mark.parametrize("optimizer", [MUON.optimizer, "torch.optim.SGD(groups, lr=0.05)"])
+def test_a_wrong_wrapper_over_fsdp2_is_not_torchs(optimizer, rank_server):
+    line = "    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()"
+    doubled = line.replace("full_tensor()", "full_tensor() * 2")
+    fuzzer = Fuzzer(rank_server, ("lamina.fsdp.api.torch_fsdp2", line, doubled))
+    verdict = fuzzer.one(MUON.changed(optimizer=optimizer))
+    assert verdict.outcome == "wrong", verdict
+
+
+def test_an_error_that_torchs_compiler_meets_without_lamina_is_torchs(rank_server):
+    # Of a compiled module that has one module under two names, torch's set_state_dict takes one.
+    case = Case(
+        name="compiled",
+        ranks=1,
+        parts=(Part("Shared", ("compiled",)),),
+        wrappers=(Wrapper("fully_shard", strategy=2), Wrapper("fully_shard")),
+        steps=((("plain",), ("step", "set state")),),
+        optimizer="torch.optim.AdamW(groups, lr=0.02, eps=1e-3)",
+    )
+    verdict = Fuzzer(rank_server).one(case)
+    assert verdict.outcome == "theirs", verdict
+    assert "Missing key(s)" in verdict.detail
+
+
 PLANTED = (
     "only the last microbatch counts",
     "gradients are doubled where the data-parallel group has one rank",
@@ -76,7 +132,7 @@ def test_cases_of_the_fixed_seed_find_a_planted_bug(what, rank_server):
 def meets(what: str, case: Case) -> bool:
     """Whether the bug shows in the case, if it has what it is about."""
     wrapper = case.wrappers[0]
-    if wrapper.kind == "torch" or "reproducible" in wrapper.settings:
+    if wrapper.kind == "torch" or {"reproducible", "invariant"} & set(wrapper.settings):
         return False
     if what == PLANTED[0]:
         several = any(len(before) > 1 for before, _ in case.steps)

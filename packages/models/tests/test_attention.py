@@ -101,6 +101,7 @@ def test_every_path_equals_attention_by_loops(path, window, documents, monkeypat
     [
         ("varlen", "cpu", torch.bfloat16, {}, "'varlen' has no kernel on cpu"),
         ("flex", "cpu", torch.float32, {}, "'flex' has no backward on cpu"),
+        ("flex", "cuda", torch.float32, {}, "'flex' has no kernel on cuda for query heads of 8"),
         ("varlen", "cuda", torch.float32, {}, "'varlen' has no kernel for torch.float32"),
         ("varlen", "cuda", torch.bfloat16, {"head_dim": 512}, "heads of 512 and value heads"),
         ("varlen", "cuda", torch.bfloat16, {"num_kv_heads": None, "mla": LatentAttention(
@@ -248,15 +249,18 @@ def test_attention_alone_needs_a_batch():
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "path"),
+    ("capability", "dtype", "width", "path"),
     [
-        ((9, 0), torch.bfloat16, "varlen"),
-        ((8, 0), torch.float16, "varlen"),
-        ((7, 5), torch.float16, "flex"),
-        ((9, 0), torch.float32, "flex"),
+        ((9, 0), torch.bfloat16, 16, "varlen"),
+        ((8, 0), torch.float16, 16, "varlen"),
+        ((7, 5), torch.float16, 16, "flex"),
+        ((9, 0), torch.float32, 16, "flex"),
+        ((9, 0), torch.bfloat16, 8, "varlen"),
+        ((9, 0), torch.float32, 8, "sdpa"),
     ],
 )
-def test_paths_on_cuda_follow_what_the_device_can(capability, dtype, path, monkeypatch):
+def test_paths_on_cuda_follow_what_the_device_can(capability, dtype, width, path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert patterns._best_path(CONFIG, torch.device("cuda"), dtype, 0.0) == path
-    assert patterns._best_path(CONFIG, torch.device("cuda"), dtype, 0.1) == "sdpa"
+    config = replace(CONFIG, head_dim=width)
+    assert patterns._best_path(config, torch.device("cuda"), dtype, 0.0) == path
+    assert patterns._best_path(config, torch.device("cuda"), dtype, 0.1) == "sdpa"

@@ -199,7 +199,7 @@ def assert_copies_identical(found, roles, mesh):
     place = mesh.coordinate["tp"]
     mine = {
         (name, place if roles[name].tp_shard_dim is not None else None): hashlib.sha256(
-            value.contiguous().numpy().tobytes()
+            value.cpu().contiguous().numpy().tobytes()
         ).hexdigest()
         for name, value in found.items()
     }

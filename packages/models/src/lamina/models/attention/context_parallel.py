@@ -20,6 +20,7 @@ from lamina.models.attention.kernels import (
     check_path,
     choose_pattern,
     document_runs,
+    flex_compiles,
     over_positions,
     refuse_dropout,
     repeat_heads,
@@ -257,7 +258,7 @@ def parallel_pattern(
     mine = positions_of(axis.rank, axis.size, sequence, device)
     keys = torch.arange(sequence, device=device)
     my_runs = None if runs is None else cut_sequence(runs, axis)
-    flex = tokens.is_cuda and not dropout
+    flex = tokens.is_cuda and not dropout and flex_compiles(config)
     pattern = over_positions(config.scores, mine, keys, window, runs, my_runs, flex=flex)
     return GatheredKeys(axis, pattern)
 

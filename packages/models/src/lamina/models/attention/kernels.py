@@ -23,6 +23,9 @@ from lamina.models.base.configs.elements import AttentionScores
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+_FLEX_WIDTH = 16
+"""Elements of the narrowest heads that flex_attention has a kernel for on a GPU."""
+
 
 class AttentionPattern(Protocol):
     """A way to compute attention."""
@@ -353,9 +356,14 @@ def _best_path(
 ) -> str:
     if device.type != "cuda" or dropout:
         return "sdpa"
-    if config.scores is not None:
-        return "flex"
-    return "varlen" if _what_varlen_lacks(config, device, dtype) is None else "flex"
+    if config.scores is None and _what_varlen_lacks(config, device, dtype) is None:
+        return "varlen"
+    return "flex" if flex_compiles(config) else "sdpa"
+
+
+def flex_compiles(config: TransformerConfig) -> bool:
+    """Whether torch has a kernel of flex_attention for the widths of heads on a GPU."""
+    return min(config.head_width, config.value_width) >= _FLEX_WIDTH
 
 
 def _what_varlen_lacks(
@@ -389,6 +397,11 @@ def check_path(
         lacks = f"no scores (here {config.scores})"
     elif path == "varlen":
         lacks = _what_varlen_lacks(config, device, dtype)
+    elif device.type == "cuda" and not flex_compiles(config):
+        lacks = (
+            f"no kernel on {device.type} for query heads of {config.head_width} and value heads of "
+            f"{config.value_width} elements (at least {_FLEX_WIDTH})"
+        )
     elif device.type != "cuda" and torch.is_grad_enabled():
         lacks = f"no backward on {device.type} (it runs under torch.no_grad())"
     if lacks is not None:

@@ -171,3 +171,32 @@ def test_greedy_and_sampled_tokens_are_transformers(name):
     wanted = theirs.generate(prompt, **options)
     torch.manual_seed(5)
     assert torch.equal(generate(model, prompt, 10, top_k=7, temperature=0.8), wanted)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 200])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_cache_holds_the_tokens_so_far_in_any_number_of_blocks(window, gradients):
+    whole = torch.randn(2, 300, 3, requires_grad=gradients)
+    cache, end = TokenCache(), 0
+    with torch.set_grad_enabled(gradients):
+        for length in (7, *[1] * 293):
+            end += length
+            (found,) = cache.extended((whole[:, end - length : end],), window)
+            cache.end_forward(length)
+            first = 0 if window is None or end == 7 else max(0, end - window)
+            assert torch.equal(found, whole[:, first:end])
+    assert found.requires_grad == gradients
+
+
+@torch.no_grad()
+def test_a_cache_writes_into_nothing_of_the_caller():
+    prompt = torch.ones(1, 4, 3)
+    cache = TokenCache()
+    (first,) = cache.extended((prompt,), None)
+    cache.end_forward(4)
+    (second,) = cache.extended((torch.zeros(1, 1, 3),), None)
+    cache.end_forward(1)
+    cache.extended((torch.full((1, 1, 3), 2.0),), None)
+    assert torch.equal(prompt, torch.ones(1, 4, 3))
+    assert torch.equal(first, prompt)
+    assert torch.equal(second, torch.cat((prompt, torch.zeros(1, 1, 3)), 1))

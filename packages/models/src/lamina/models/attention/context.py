@@ -45,6 +45,32 @@ def _attends_alike(a: TransformerConfig, b: TransformerConfig) -> bool:
     return alike and all(getattr(a, name) == getattr(b, name) for name in names)
 
 
+class _Tokens:
+    """Tensors `[batch, sequence, ...]` to which single tokens are added: in place, in blocks."""
+
+    BLOCK = 128
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.buffers, self.first, self.end = tensors, 0, tensors[0].shape[1]
+
+    def views(self) -> tuple[Tensor, ...]:
+        return tuple(buffer[:, self.first : self.end] for buffer in self.buffers)
+
+    def add(self, new: tuple[Tensor, ...]) -> None:
+        if self.end == self.buffers[0].shape[1]:
+            kept, length = self.views(), self.end - self.first
+            self.buffers = tuple(
+                tensor.new_empty(tensor.shape[0], length + self.BLOCK, *tensor.shape[2:])
+                for tensor in kept
+            )
+            for buffer, tensor in zip(self.buffers, kept, strict=True):
+                buffer[:, :length] = tensor
+            self.first, self.end = 0, length
+        for buffer, tensor in zip(self.buffers, new, strict=True):
+            buffer[:, self.end] = tensor[:, 0]
+        self.end += 1
+
+
 class TokenCache:
     """What layers keep of the tokens so far, so that a forward computes the new ones alone.
 
@@ -75,12 +101,20 @@ class TokenCache:
 
         Of a layer with a window the next token will read `window - 1`, and only these are kept.
         """
-        before = self.before()
-        if before is not None:
-            new = tuple(torch.cat(pair, dim=1) for pair in zip(before, new, strict=True))
-        first = 0 if window is None else max(0, new[0].shape[1] - window + 1)
-        self.keep(tuple(tensor[:, first:] for tensor in new))
-        return new
+        kept: _Tokens | None = self.before()
+        if kept is None:
+            kept = _Tokens(new)
+        elif torch.is_grad_enabled():  # backward reads what later tokens would be written beside
+            kept = _Tokens(
+                tuple(torch.cat(pair, 1) for pair in zip(kept.views(), new, strict=True))
+            )
+        else:
+            kept.add(new)
+        views = kept.views()
+        if window is not None:
+            kept.first = max(kept.first, kept.end - window + 1)
+        self.keep(kept)
+        return views
 
     def end_forward(self, tokens: int) -> None:
         """A forward of so many tokens is done."""

@@ -110,19 +110,28 @@ def rms_norm_on_cpu(x: Tensor, factor: Tensor, eps: float) -> Tensor:
     torch has no fused one there; its backward takes three times as long (decision 0605).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    normed: Tensor = applied(_RMSNormOnCPU, x.to(wide), factor.to(wide), eps)
+    arguments = x.to(wide), factor.to(wide), eps
+    if torch.is_grad_enabled():
+        normed = applied(_RMSNormOnCPU, *arguments)
+    else:  # a call of an autograd function takes longer than the norm of one token
+        normed, _ = _normed(*arguments)
     return normed.to(dtype=x.dtype)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    normed = x * scale
+    # Dynamo of torch 2.11 gives wrong gradients where a product is written to in place.
+    return normed * weight if torch.compiler.is_compiling() else normed.mul_(weight), scale
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed, scale = _normed(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        normed = x * scale
-        # Dynamo of torch 2.11 gives wrong gradients where a product is written to in place.
-        return normed * weight if torch.compiler.is_compiling() else normed.mul_(weight)
+        return normed
 
     @staticmethod
     @once_differentiable

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from fuzz.case import Case
-from fuzz.places import Records, differences, in_one_process
+from fuzz.places import FENCES, Records, differences, in_one_process
 from fuzz.settings import narrow
 
 from lamina_testing.walk import path_in_lamina
@@ -108,7 +108,22 @@ def judge(case: Case, program: types.ModuleType, found: list[Records]) -> Verdic
             for difference in differences(theirs, ours, EXACT):
                 worst = Verdict("bits", f"rank {rank}: {difference}")
                 break
+    if worst.outcome == "bits" and bits_of_units(case, program, found):
+        return Verdict("right")
     return worst
+
+
+def bits_of_units(case: Case, program: types.ModuleType, found: list[Records]) -> bool:
+    """Whether one process has the same bits where inputs of units are nodes of its graph too."""
+    for fenced in FENCES:
+        try:
+            expected, _ = in_one_process(program.program, case.ranks, program.SUMS, fenced=fenced)
+        except Exception:  # a module that wants its very inputs
+            continue
+        pairs = zip(expected, found, strict=True)
+        if not any(next(differences(a, b, EXACT), None) for a, b in pairs):
+            return True
+    return False
 
 
 def compiles(case: Case) -> bool:

@@ -172,6 +172,8 @@ class Replica(Place):
         self._sums = sums
         self.how: dict[str, Any] = {}
         self.compiles = False
+        self.fenced: Callable[[nn.Module], Iterator[nn.Module]] | None = None
+        self.whole = True
         self.weights: torch.dtype | None = None
         self.model: Any = None
         self.forward_of: Any = None
@@ -230,6 +232,8 @@ class Replica(Place):
             p.data = p.data.to(self.weights) if p.is_floating_point() else p.data
         if self.weights:
             model.register_forward_pre_hook(lambda _, args: (args[0].to(self.weights), *args[1:]))
+        for module in self.fenced(model) if self.fenced else ():
+            module.register_forward_pre_hook(fence)
         if self.how.get("buffers") and list(model.buffers()):
             model.register_forward_pre_hook(before_forward)
         return model, make(model)
@@ -240,9 +244,18 @@ class Replica(Place):
     def backward(self, loss: Tensor, last: bool = True, **how: Any) -> None:
         weights = dict(self.model.named_parameters())
         before = {name: p.grad for name, p in weights.items()}
+        took: list[Tensor] = []
+        hooks = [
+            p.register_post_accumulate_grad_hook(took.append)
+            for p in weights.values()
+            if p.requires_grad
+        ]
         for p in weights.values():
             p.grad = None
         loss.backward(**how)
+        for hook in hooks:
+            hook.remove()
+        self.whole &= len(took) == len({id(p) for p in took})
         self.pieces.append(({name: p.grad for name, p in weights.items()}, last))
         for name, p in weights.items():
             p.grad = before[name]
@@ -287,6 +300,31 @@ class Replica(Place):
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
+def fence(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A node for each input, where gradients of what the module does with it meet.
+
+    Wrappers have one at the inputs of a unit. Where a unit uses an input several times, and
+    something after it uses it as well, three terms are added in another order for it.
+    """
+    return tuple(a.clone() if isinstance(a, Tensor) and a.requires_grad else a for a in args)
+
+
+def parts_of(model: nn.Module) -> Iterator[nn.Module]:
+    return model.children()
+
+
+def holders(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that hold parameters of their own."""
+    return (m for m in model.modules() if m is not model and list(m.parameters(recurse=False)))
+
+
+def inner_modules(model: nn.Module) -> Iterator[nn.Module]:
+    return (m for m in model.modules() if m is not model)
+
+
+FENCES = (parts_of, holders, inner_modules)
+"""What may be a unit."""
+
 TURN: list[Replica] = []
 """Whose turn it is."""
 
@@ -306,11 +344,15 @@ def in_one_process(
     sums: dict[str, Any],
     compiles: bool = False,
     weights: torch.dtype | None = None,
+    fenced: Callable[[nn.Module], Iterator[nn.Module]] | None = None,
 ) -> tuple[list[Records], bool]:
-    """Each rank's records, and whether law 2 promises their bits; `weights` is their dtype."""
+    """Each rank's records, and whether law 2 promises their bits; `weights` is their dtype.
+
+    `fenced` says which modules are behind a node of the autograd graph, as units are.
+    """
     replicas = [Replica(rank, world, sums) for rank in range(world)]
     for replica in replicas:
-        replica.compiles, replica.weights = compiles, weights
+        replica.compiles, replica.weights, replica.fenced = compiles, weights, fenced
     grad_enabled, random = torch.is_grad_enabled(), torch.get_rng_state()
     exact = True
     for replica in replicas:
@@ -349,6 +391,9 @@ def sum_gradients(replicas: list[Replica]) -> bool:
     how = replicas[0].how
     closings = [index for index, (_, last) in enumerate(replicas[0].pieces) if last]
     exact = closings == [len(replicas[0].pieces) - 1]
+    # Reentrant recomputation of a reused module gives its gradients twice in one backward, and a
+    # group is closed after the first.
+    exact &= all(replica.whole for replica in replicas)
     weights = [dict(replica.model.named_parameters()) for replica in replicas]
     for name in weights[0]:
         local = [[piece.get(name) for piece, _ in replica.pieces] for replica in replicas]

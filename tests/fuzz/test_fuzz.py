@@ -112,6 +112,32 @@ def test_an_error_that_torchs_compiler_meets_without_lamina_is_torchs(rank_serve
     assert "Missing key(s)" in verdict.detail
 
 
+def test_three_gradients_of_a_units_input_are_added_as_a_node_there_adds_them(rank_server):
+    case = Case(
+        name="cell",
+        ranks=1,
+        parts=(Part("Cell"),),
+        wrappers=(Wrapper("fully_shard", settings={"enable_fine_grained_param_gather": "True"}),),
+        steps=((("plain",), ()),),
+        optimizer="torch.optim.SGD(groups, lr=0.05, foreach=False)",
+    )
+    verdict = Fuzzer(rank_server).one(case)
+    assert verdict.outcome == "right", verdict
+
+
+def test_gradients_that_come_twice_in_one_backward_are_compared_without_their_bits(rank_server):
+    case = Case(
+        name="reentrant",
+        ranks=2,
+        parts=(Part("Reentrant"), Part("Reentrant", same_as=0)),
+        wrappers=(Wrapper("shard_module", strategy=3, units=True),),
+        steps=((("plain",), ()),),
+        optimizer="torch.optim.SGD(groups, lr=0.05, foreach=False)",
+    )
+    verdict = Fuzzer(rank_server).one(case)
+    assert verdict.outcome == "right", verdict
+
+
 PLANTED = (
     "only the last microbatch counts",
     "gradients are doubled where the data-parallel group has one rank",

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -39,6 +39,13 @@ CALLS = {
 TIMED = 6
 
 
+def say_heaviest(kernels: Iterable[tuple[int, float, str]]) -> None:
+    """Write the kernels that take longest to stderr: how often, milliseconds, name."""
+    for times, spent, name in sorted(kernels, key=lambda one: -one[1])[:40]:
+        if spent:
+            print(times, round(spent, 3), "ms", name[:150], file=sys.stderr)
+
+
 def calls_of(step: Callable[[], None]) -> dict[str, int]:
     """Run a step and count the calls that it makes to CUDA."""
     if VIRTUAL:
@@ -48,6 +55,10 @@ def calls_of(step: Callable[[], None]) -> dict[str, int]:
         step()
         seen = virtual_gpu.record()
         counts = Counter(seen.calls)
+        say_heaviest(
+            (times, spent * 1e3, name)
+            for name, (times, spent) in [*seen.kernels.items(), *seen.products.items()]
+        )
         return {
             name: seen.launches if name == "launches" else sum(counts[one] for one in ones)
             for name, ones in CALLS.items()
@@ -57,10 +68,8 @@ def calls_of(step: Callable[[], None]) -> dict[str, int]:
         step()
         torch.cuda.synchronize()
     counts = Counter(event.name for event in profile.events())
-    for kernel in sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)[:40]:
-        if kernel.self_device_time_total:
-            figures = kernel.count, round(kernel.self_device_time_total / 1e3, 3)
-            print(*figures, "ms", kernel.key[:150], file=sys.stderr)
+    averages = profile.key_averages()
+    say_heaviest((one.count, one.self_device_time_total / 1e3, one.key) for one in averages)
     return {name: sum(counts[one] for one in ones) for name, ones in CALLS.items()}
 
 

@@ -6,11 +6,11 @@
 Rank 0 of a world plays a Llama in plain torch, 1 x 8,192 tokens, bf16 over fp32, fused AdamW,
 clipping. 70b is cut over 8 ranks of tp, 30b-moe has 128 experts that a forced router loads evenly;
 both compute each block again in backward. The other ranks do not exist. Memory is what torch's
-caching allocator takes. Seconds are of the virtual clock, whose rates are data sheets' and not
-calibrated. What is exposed is what the step takes longer than with links that are free (a second
-run); `VGPU_LINK_GBS` sets those of the first. The host's time is its processor's, in one step on
-this machine: compare engines of one run. Peers take part where they are installed, in a copy of
-`.nox/virtual-gpu`: `megatron-fsdp==0.6.1`, `deepspeed` (with `DS_BUILD_OPS=0 pip install
+caching allocator takes. Seconds are of the virtual clock, whose rates one H200 has judged
+(docs/virtual-gpu.md). What is exposed is what the step takes longer than with links that are free
+(a second run); `VGPU_LINK_GBS` sets those of the first. The host's time is its processor's, in one
+step on this machine: compare engines of one run. Peers take part where they are installed, in a
+copy of `.nox/virtual-gpu`: `megatron-fsdp==0.6.1`, `deepspeed` (with `DS_BUILD_OPS=0 pip install
 --no-build-isolation`), and torchtitan's sources in PYTHONPATH, with tyro and spmd_types.
 `--no-deps` keeps NVIDIA's libraries out of the stand-ins' place.
 """

@@ -72,6 +72,17 @@ def around_triton(module: Any) -> Iterator[None]:
 
 
 @contextmanager
+def around_launches(module: Any) -> Iterator[None]:
+    """Have the clock charge a kernel of Triton the bytes that its `launch_metadata` tells."""
+    yield
+    from lamina_virtual_gpu.recording import tell_bytes
+
+    hook = module.runtime.launch_enter_hook
+    if hasattr(hook, "add"):  # versions of Triton before 3.5 have one hook for all
+        hook.add(lambda metadata: tell_bytes(metadata.get().get("bytes", 0)))
+
+
+@contextmanager
 def around_inductor(module: Any) -> Iterator[None]:
     """Have the kernels that Inductor writes computed."""
     yield
@@ -146,6 +157,8 @@ def activate() -> None:
     if os.environ.get("VGPU_VALUES") == "unknown":
         waiting["_pytest.assertion.rewrite"] = around_rewriting
         waiting["torch.testing._comparison"] = around_comparison
+    if not computes():
+        waiting["triton.knobs"] = around_launches
     if computes():
         # Each of Inductor's helpers would import torch first.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -48,7 +48,10 @@ class Library:
         return not version and re.match(self.names, symbol) is not None
 
 
-RUNTIME = ("machine", "devices", "memory", "streams", "queues", "races", "signals", "launches")
+RUNTIME = (
+    "machine", "devices", "memory", "streams", "queues", "races", "signals", "durations",
+    "launches",
+)  # fmt: skip
 # The runtime is the first: all others are linked with it.
 LIBRARIES = (
     Library("libcudart", 13, RUNTIME, 801),

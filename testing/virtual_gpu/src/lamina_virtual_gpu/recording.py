@@ -61,6 +61,11 @@ def record() -> Record:
     return Record(**json.loads(_library().vgpu_record().decode(errors="replace")))
 
 
+def tell_bytes(count: float) -> None:
+    """Say what this thread's next kernel reads and writes; 0 leaves it to the clock."""
+    _library().vgpu_next_moves(ctypes.c_double(count))
+
+
 def races() -> list[str]:
     """Return the races of this process's streams since the last `forget_races`.
 

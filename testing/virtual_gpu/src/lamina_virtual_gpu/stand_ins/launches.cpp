@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <unordered_map>
 
-#include "machine.h"
+#include "durations.h"
 
 using namespace virtual_gpu;
 
@@ -46,42 +46,6 @@ static Kernel *kernel_of(const void *handle) {
   return kernel;
 }
 
-// ---- how long a kernel takes
-
-struct Shape {
-  Dim3 grid, block;
-  void **arguments;
-  double blocks() const { return (double)grid.x * grid.y * grid.z; }
-  double threads() const { return blocks() * block.x * block.y * block.z; }
-};
-
-static double flash_attention_seconds(const std::string &name, const Shape &shape) {
-  int width = 128, rows = 128, columns = 64;  // of a head, and of a tile
-  size_t traits = name.find("kernel_traits<");
-  if (traits != std::string::npos) sscanf(name.c_str() + traits + strlen("kernel_traits<"), "%d, %d, %d", &width, &rows, &columns);
-  const bool backward = name.find("bwd") != std::string::npos;
-  if (name.find("dot_do_o") != std::string::npos || name.find("convert_dq") != std::string::npos)
-    return shape.blocks() * rows * width * 2 * 3 / settings().memory_rate;
-  const double length = (double)shape.grid.x * (backward ? columns : rows), heads = (double)shape.grid.y * shape.grid.z;
-  const double operations = 4 * length * length * width * heads * 0.5 * (backward ? 2.5 : 1);  // causal: half of all pairs
-  record().operations += operations;
-  return operations / (settings().bf16 * (backward ? 0.35 : 0.5));
-}
-
-static double seconds_of(const Kernel &kernel, const Shape &shape) {
-  const std::string &name = kernel.name;
-  auto has = [&](const char *part) { return name.find(part) != std::string::npos; };
-  double bytes = shape.threads() * 16;  // four floats for each thread, unless more is known
-  if (has("flash_fwd") || has("flash_bwd")) return std::max(settings().shortest_kernel, flash_attention_seconds(name, shape));
-  if (has("multi_tensor_apply_kernel")) {  // a block has a chunk of 65,536 elements of several tensors
-    bytes = shape.blocks() * 65536 * 4 * (has("Adam") ? 5.5 : has("LpNorm") ? 1 : 2);
-  } else if (has("elementwise_kernel") && shape.arguments && shape.arguments[0]) {  // the first argument is the number of elements
-    const double elements = *(int *)shape.arguments[0], width = has("BFloat16") || has("Half") ? 2 : has("bool") ? 1 : 4;
-    if (elements > 0) bytes = elements * width * (has("BinaryFunctor") || has("add") || has("mul") ? 3 : 2);
-  }
-  return std::max(settings().shortest_kernel, bytes / settings().memory_rate);
-}
-
 // A kernel that no operator covers would leave garbage. One that only takes time may run.
 static bool lacks_arithmetic(const Kernel &kernel) {
   if (!computes() || vgpu_covered() || kernel.name.find("spin_kernel") != std::string::npos) return false;
@@ -89,17 +53,23 @@ static bool lacks_arithmetic(const Kernel &kernel) {
   return true;
 }
 
+static thread_local double next_moves = 0;  // bytes of this thread's next kernel, if a program has told them
+EXPORT void vgpu_next_moves(double bytes) { next_moves = bytes; }
+
 static int launch(const void *handle, Dim3 grid, Dim3 block, void **arguments, Stream *stream) {
   LOCKED;
   if (!grid.x || !grid.y || !grid.z || !block.x || (uint64_t)block.x * block.y * block.z > 1024) return set_error(kInvalidConfiguration);
   Kernel *kernel = kernel_of(handle);
   if (lacks_arithmetic(*kernel)) return set_error(kNotSupported);
-  const double seconds = seconds_of(*kernel, Shape{grid, block, arguments});
+  const double seconds = next_moves > 0 ? std::max(settings().shortest_kernel, next_moves / settings().memory_rate)
+                                        : seconds_of(kernel->name, Shape{grid, block, arguments});
+  next_moves = 0;
   kernel->launches++, kernel->seconds += seconds;
   record().launches++;
   host_spends(settings().launch);
   if (settings().trace) fprintf(stderr, "[virtual GPU] launch %.100s stream %d\n", kernel->name.c_str(), stream_of(stream)->index);
-  enqueue(stream, seconds, kernel);
+  const bool waits = kernel->name.find("spin_kernel") != std::string::npos;
+  enqueue(stream, seconds, kernel, seconds > settings().shortest_kernel && !waits);
   return kSuccess;
 }
 
@@ -127,7 +97,7 @@ void run_product(Stream *stream, const char *what, double operations, double byt
   record().launches++;
   record().operations += operations;
   host_spends(settings().launch);
-  enqueue(stream, seconds);
+  enqueue(stream, seconds, nullptr, true);
 }
 
 void run_collective(Stream *stream, const char *what, double bytes, double seconds) {

@@ -169,6 +169,7 @@ struct Stream {
   int device = 0, priority = 0, index = 0;
   unsigned flags = 0;
   double time = 0, busy = 0;  // when its work ends; seconds of work
+  std::deque<std::pair<double, double>> filled;  // from when to when its work wants the whole device, of what may still run
   uint64_t work = 0;
   std::shared_ptr<virtual_gpu::Capture> capture;
   std::vector<size_t> frontier;  // in a capture: the work that the next piece comes after
@@ -187,8 +188,9 @@ double end_of_device(int device);               // when all its streams are idle
 void every_stream(void (*act)(Stream *, void *), void *argument);
 bool any_capture(int device);
 bool capture_forbids();                         // whether a call is refused, and has spoilt a capture, because a stream captures
-// Adds work of `seconds` to a stream and returns when it ends; within a capture it is noted and takes no time.
-double enqueue(Stream *handle, double seconds, Kernel *kernel = nullptr);
+// Adds work of `seconds` to a stream and returns when it ends; within a capture it is noted and takes no time. Work that fills
+// the device shares it with what fills it on other streams.
+double enqueue(Stream *handle, double seconds, Kernel *kernel = nullptr, bool fills = false);
 
 // A library's product of `operations` over `bytes`; `rate` is one of the settings' rates.
 void run_product(Stream *stream, const char *what, double operations, double bytes, double rate);

@@ -281,7 +281,7 @@ static int copy(void *to, const void *from, size_t bytes, Stream *stream, bool w
     host_spends(settings().call + settings().launch);
     bool inside = into && out_of;
     if (!computes() && bytes <= (inside ? settings().largest_device_copy : settings().largest_copy)) memmove(to, from, bytes);
-    end = enqueue(stream, (inside ? 2 * (double)bytes / settings().memory_rate : (double)bytes / settings().host_rate) + 1.5e-6);
+    end = enqueue(stream, (inside ? 2 * (double)bytes / settings().memory_rate : (double)bytes / settings().host_rate) + 1.5e-6, nullptr, inside);
   }
   const bool recorded_alone = vgpu_covered() && !read && what.rfind("device to device", 0) == 0;
   if (!recorded_alone) enqueue_work(stream, "a copy", in_one_go([=] { memmove(to, from, bytes); }), {{from, bytes, false}, {to, bytes, true}});
@@ -321,7 +321,7 @@ EXPORT int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t
     if (!computes() && width * height <= settings().largest_device_copy) copy_rows();
     Count &count = record().copies["rows"];
     count.times++, count.amount += (double)(width * height);
-    enqueue(stream, 2 * (double)(width * height) / settings().memory_rate + 1.5e-6);
+    enqueue(stream, 2 * (double)(width * height) / settings().memory_rate + 1.5e-6, nullptr, true);
   }
   if (!vgpu_covered()) enqueue_work(stream, "a copy of rows", in_one_go(copy_rows), rows_of(to, to_pitch, from, from_pitch, width, height));
   return kSuccess;
@@ -346,7 +346,7 @@ EXPORT int cudaMemsetAsync(void *at, int value, size_t bytes, Stream *stream) {
     count.times++, count.amount += (double)bytes;
     host_spends(settings().launch);
     if (!computes()) fill((char *)at, value, bytes);
-    enqueue(stream, (double)bytes / settings().memory_rate + 1.5e-6);
+    enqueue(stream, (double)bytes / settings().memory_rate + 1.5e-6, nullptr, true);
   }
   if (!vgpu_covered()) enqueue_work(stream, "a fill", in_one_go([=] { fill((char *)at, value, bytes); }), {{at, bytes, true}});
   return kSuccess;

@@ -106,7 +106,24 @@ bool capture_forbids() {
 
 static long given = 0;  // pieces of work that any stream was given
 
-double enqueue(Stream *handle, double seconds, Kernel *kernel) {
+// Where two streams fill the device at once, each has half of it until the shorter work is done, so both are late by as long as
+// that takes alone. What the other was given before keeps its times, since events have them; what it is given next begins later.
+static double shared_with_others(Stream *stream, double start, double seconds) {
+  double late = 0;
+  for (Stream *other : every()) {
+    if (other == stream || other->device != stream->device) continue;
+    while (!other->filled.empty() && other->filled.front().second <= host_now()) other->filled.pop_front();
+    double both = 0;
+    for (auto &[from, to] : other->filled) both += std::max(0.0, std::min(to, start + seconds) - std::max(from, start));
+    if (both == 0) continue;
+    late += both;
+    other->time += both;
+    other->filled.back().second += both;
+  }
+  return late;
+}
+
+double enqueue(Stream *handle, double seconds, Kernel *kernel, bool fills) {
   LOCKED;
   Stream *stream = stream_of(handle);
   stream->work++, given++;
@@ -127,6 +144,13 @@ double enqueue(Stream *handle, double seconds, Kernel *kernel) {
   }
   stream->time = start + seconds;
   stream->busy += seconds;
+  if (fills) {
+    stream->time += shared_with_others(stream, start, seconds);
+    if (!stream->filled.empty() && stream->filled.back().second >= start)
+      stream->filled.back().second = stream->time;
+    else
+      stream->filled.push_back({start, stream->time});
+  }
   return stream->time;
 }
 
@@ -424,7 +448,7 @@ EXPORT int cudaGraphLaunch(Graph *graph, Stream *stream) {
     host_spends(2 * settings().launch);
     record().replays += capture->before.size();
     for (Kernel *kernel : capture->kernels) kernel->launches++;
-    enqueue(stream, capture->seconds);
+    enqueue(stream, capture->seconds, nullptr, true);
   }
   for (auto &[what, work, accesses] : capture->work) enqueue_work(stream, what, work, accesses);
   return kSuccess;

@@ -1,0 +1,85 @@
+"""What the clock charges: the bytes that kernels move, and streams that share the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lamina_virtual_gpu as virtual_gpu
+
+ELEMENTS = 1 << 28
+
+
+def spent(*streams: torch.cuda.Stream) -> float:
+    """Seconds of one addition on each of the streams, in this order."""
+    source = torch.empty(ELEMENTS, device="cuda")
+    result = torch.empty_like(source)
+    torch.cuda.synchronize()
+    begun = virtual_gpu.now()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.add(source, 1, out=result)
+    torch.cuda.synchronize()
+    return virtual_gpu.now() - begun
+
+
+def test_streams_share_the_device():
+    first, second, main = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.default_stream()
+    alone = spent(main)
+    for together in ((main, first), (first, main), (first, second), (main, main)):
+        assert spent(*together) == pytest.approx(2 * alone, rel=0.02)
+
+
+def test_a_stream_that_only_waits_slows_none():
+    waiting = torch.cuda.Stream()
+    alone = spent(torch.cuda.default_stream())
+    with torch.cuda.stream(waiting):
+        torch.cuda._sleep(1000)
+    assert spent(torch.cuda.default_stream()) == pytest.approx(alone, rel=0.02)
+
+
+def test_a_sleep_lasts_as_many_cycles_as_it_is_told():
+    def seconds(cycles: int) -> float:
+        torch.cuda.synchronize()
+        begun = virtual_gpu.now()
+        torch.cuda._sleep(cycles)
+        torch.cuda.synchronize()
+        return virtual_gpu.now() - begun
+
+    assert seconds(20_000_000) == pytest.approx(2 * seconds(10_000_000), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "act", "width"),
+    [
+        ("FillFunctor", lambda wide, narrow: wide.fill_(1), 4),
+        ("CUDAFunctorOnSelf_add", lambda wide, narrow: wide.add_(1), 8),
+        ("CUDAFunctor_add", lambda wide, narrow: torch.add(wide, wide), 12),
+        ("float16_copy_kernel", lambda wide, narrow: wide.to(torch.bfloat16), 6),
+        ("SoftMaxForward", lambda wide, narrow: wide.view(-1, 1 << 15).log_softmax(-1), 16),
+        ("CatArray", lambda wide, narrow: torch.cat([wide, wide]), 16),
+        ("CopyFunctor", lambda wide, narrow: torch._foreach_copy_([wide], [narrow]), 6),
+    ],
+)
+def test_a_kernel_is_charged_what_it_moves(kernel, act, width):
+    wide = torch.zeros(1 << 26, device="cuda")
+    narrow = torch.zeros(1 << 26, device="cuda", dtype=torch.bfloat16)
+    virtual_gpu.reset()
+    act(wide, narrow)
+    kernels = virtual_gpu.record().kernels
+    seconds = sum(spent for name, (_, spent) in kernels.items() if kernel in name)
+    rate = wide.numel() * width / seconds
+    profile = next(one for one in virtual_gpu.PROFILES if one.key == "h100")
+    assert 0.5 < rate / (profile.memory_gbs * 1e9) < 0.95
+
+
+def test_bytes_that_a_program_tells_are_charged():
+    from lamina_virtual_gpu.recording import tell_bytes
+
+    small = torch.zeros(8, device="cuda")
+    virtual_gpu.reset()
+    tell_bytes(1e9)
+    small.add_(1)
+    small.add_(1)
+    (total,) = [spent for name, (_, spent) in virtual_gpu.record().kernels.items() if "add" in name]
+    assert total == pytest.approx(1e9 / (0.87 * 3352e9), rel=0.05)

@@ -49,7 +49,7 @@ class Communicator:
         self.calls += 1
         pieces = [None] * self.size
         dist.all_gather_object(pieces, local, group=self.group)
-        return torch.cat(pieces)
+        return torch.cat([piece.to(local.device) for piece in pieces])
 
 
 def values(dtype=torch.float32, seed=0):

@@ -22,10 +22,12 @@ from lamina.models import (
 from lamina.models.vision.huggingface_types import VISION_LANGUAGE_TYPES
 from lamina_testing import device_type
 
-from .test_huggingface_types import distance
 from .test_tensor_parallel import check_alike
 
 transformers = pytest.importorskip("transformers")
+
+from .test_huggingface_types import distance  # noqa: E402 - it needs transformers too
+
 safetensors = pytest.importorskip("safetensors.torch")
 
 IMAGE = 60

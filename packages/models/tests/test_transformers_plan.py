@@ -19,9 +19,9 @@ from lamina.models import tensor_parallel_plan
 from lamina.models.base.mesh_axes import cut_weight
 from lamina_testing import device_type
 
-from .test_huggingface_types import distance, tiny
-
 transformers = pytest.importorskip("transformers")
+
+from .test_huggingface_types import distance, tiny  # noqa: E402 - it needs transformers too
 
 
 def build(kind: str) -> Any:

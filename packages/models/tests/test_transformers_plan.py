@@ -124,7 +124,7 @@ def test_a_type_that_is_not_converted_trains_over_tp(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=300)  # some have large sizes under other names
 @pytest.mark.parametrize("kind", FURTHER)
 def test_the_other_types_train_over_tp(kind):
     check_parity(kind)

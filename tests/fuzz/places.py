@@ -173,7 +173,6 @@ class Replica(Place):
         self.how: dict[str, Any] = {}
         self.compiles = False
         self.fenced: Callable[[nn.Module], Iterator[nn.Module]] | None = None
-        self.whole = True
         self.weights: torch.dtype | None = None
         self.model: Any = None
         self.forward_of: Any = None
@@ -244,18 +243,9 @@ class Replica(Place):
     def backward(self, loss: Tensor, last: bool = True, **how: Any) -> None:
         weights = dict(self.model.named_parameters())
         before = {name: p.grad for name, p in weights.items()}
-        took: list[Tensor] = []
-        hooks = [
-            p.register_post_accumulate_grad_hook(took.append)
-            for p in weights.values()
-            if p.requires_grad
-        ]
         for p in weights.values():
             p.grad = None
         loss.backward(**how)
-        for hook in hooks:
-            hook.remove()
-        self.whole &= len(took) == len({id(p) for p in took})
         self.pieces.append(({name: p.grad for name, p in weights.items()}, last))
         for name, p in weights.items():
             p.grad = before[name]
@@ -391,9 +381,6 @@ def sum_gradients(replicas: list[Replica]) -> bool:
     how = replicas[0].how
     closings = [index for index, (_, last) in enumerate(replicas[0].pieces) if last]
     exact = closings == [len(replicas[0].pieces) - 1]
-    # Reentrant recomputation of a reused module gives its gradients twice in one backward, and a
-    # group is closed after the first.
-    exact &= all(replica.whole for replica in replicas)
     weights = [dict(replica.model.named_parameters()) for replica in replicas]
     for name in weights[0]:
         local = [[piece.get(name) for piece, _ in replica.pieces] for replica in replicas]

@@ -125,7 +125,7 @@ def test_three_gradients_of_a_units_input_are_added_as_a_node_there_adds_them(ra
     assert verdict.outcome == "right", verdict
 
 
-def test_gradients_that_come_twice_in_one_backward_are_compared_without_their_bits(rank_server):
+def test_gradients_that_come_twice_in_one_backward_are_one_term_of_the_sum(rank_server):
     case = Case(
         name="reentrant",
         ranks=2,

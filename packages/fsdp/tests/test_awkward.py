@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamina.ddp import full_gradients, full_parameters
-from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+from lamina.fsdp import MixedPrecisionPolicy, fully_shard, shard_module
+from lamina.mesh import ParallelLayout
 from lamina_testing.toys import OddNet, TiedNet, inputs
 
 from .one_process import (
@@ -215,6 +216,43 @@ def test_two_forwards_of_reentrant_blocks_are_one_term_of_the_sum_over_ranks(ran
             net(inputs(net, 9))
         losses = [net(inputs(net, ranks.rank + k)).square().mean() for k in (0, 50)]
         sum(losses).backward()
+    for name, value in full_gradients(model).items():
+        total = plain.get_parameter(name).grad
+        assert total is not None
+        torch.distributed.all_reduce(total)
+        assert torch.equal(value, total / 2), name
+
+
+class RecomputesInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.block = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return checkpoint(self.block, self.enter(x), use_reentrant=True).tanh()
+
+
+class CallsItTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = RecomputesInside()
+
+    def forward(self, x):
+        x = x + self.part(x)  # no gradient goes to this x, so nothing tells that the call has ended
+        return x + self.part(x)
+
+
+@pytest.mark.ranks(2)
+def test_a_unit_is_reduced_once_where_its_first_call_has_no_input_with_a_gradient(ranks):
+    torch.manual_seed(0)
+    plain = CallsItTwice()
+    model = copy.deepcopy(plain)
+    mesh = ParallelLayout().build(ranks.device.type)
+    shard_module(model.part, mesh)
+    model = shard_module(model, mesh)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(ranks.rank))
+    for net in (model, plain):
+        net(x).square().sum().backward()
     for name, value in full_gradients(model).items():
         total = plain.get_parameter(name).grad
         assert total is not None

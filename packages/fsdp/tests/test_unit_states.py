@@ -163,7 +163,7 @@ class Nested(OddNet):
 AGAIN = {
     OddNet: (["0", "1", "2"], ["1", "0"]),
     CalledAgain: (["0", "1", "2", "0"], ["2", "1"]),
-    CalledAgainFromData: (["0", "1", "2", "0"], ["2", "1", "0"]),
+    CalledAgainFromData: (["0", "1", "2", "0"], ["2", "1"]),
     Nested: (["0", "1", "2", "2.inside"], ["2.inside", "1", "0"]),
 }
 """Blocks as a forward gathers them, and as its backward gathers them again."""

@@ -366,6 +366,8 @@ def _mark_inputs(
                 engine, unit, unit.calls.expect(), *marked.values()
             )
             changed.update(zip(marked, outputs, strict=True))
+        elif engine.reducer.phase is not BACKWARD:
+            unit.calls.expect_unseen()
     if not changed:
         return given
     if loan is None:

@@ -72,6 +72,9 @@ class UnitCalls:
         self._without_grad = 0
         """Runs with gradients off in the newest forwards of the model: reentrant recomputation will
         come back to each of them, one at a time and without notice."""
+        self._ends_unseen = False
+        """Whether a call had no input that needs a gradient: nothing tells when its backward ends,
+        but the end of the whole backward."""
         self._counted = False
         """Whether the next forward is the first of the newest: a backward or evaluation has ended
         since the last."""
@@ -99,6 +102,10 @@ class UnitCalls:
         """Note a forward that autograd will come back to; the caller puts it on the graph."""
         return PendingBackward(self._pending)
 
+    def expect_unseen(self) -> None:
+        """Autograd will come back to a call, and not through its inputs."""
+        self._ends_unseen = True
+
     def expect_member(self, member: int) -> None:
         """Gradients may come to outputs of one of several modules."""
         self._coming.add(member)
@@ -114,12 +121,13 @@ class UnitCalls:
     def end_backward(self) -> None:
         """What has not come by now does not come in this backward."""
         self._counted = True
+        self._ends_unseen = False
         self._coming.clear()
 
     @property
     def expects_more(self) -> bool:
         """Whether some forward's backward has not run yet, or may be yet to come."""
-        return self._without_grad > 1 or bool(self._pending or self._coming)
+        return self._without_grad > 1 or self._ends_unseen or bool(self._pending or self._coming)
 
 
 class Unit:

@@ -281,7 +281,8 @@ def rows_on(world, rows, width, alignment=1, communicator=None):
         [TensorSpec("w", (rows, width), Granularity.row())], world, alignment=alignment
     )
     axis = PlainAxis("dp", world, dist.get_rank() % world)
-    return FlatBuffer(layout, Shard(), mesh=axis, communicator=communicator)
+    device = torch.get_default_device()
+    return FlatBuffer(layout, Shard(), device=device, mesh=axis, communicator=communicator)
 
 
 @pytest.mark.ranks(4)

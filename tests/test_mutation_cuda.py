@@ -39,7 +39,7 @@ def reach() -> cuda.Reach:
     return cuda.Reach({"ddp": first, "step": second}, on_cpu)
 
 
-def test_faults_are_in_blocks_that_a_gpu_alone_reaches_and_files_that_name_it(layers, reach):
+def test_faults_are_in_blocks_that_a_gpu_alone_reaches_and_functions_that_name_it(layers, reach):
     found = cuda.faults(reach)
     assert [len(found[layer]) for layer in cuda.PLANTED] == [0, 2, 2, 0, 0]
     assert {(m.file, m.line) for m in found["ddp"]} == {("copies.py", 4)}
@@ -53,10 +53,13 @@ def test_layers_take_turns_and_a_larger_sample_holds_the_smaller(layers, reach):
     assert cuda.sample(found, 3, 0) == chosen[:3]
 
 
-def test_tests_of_the_quickest_part_come_first_and_no_more_than_the_limit(layers, reach):
+def test_tests_of_the_layers_own_part_come_first_and_no_more_of_each_than_the_limit(layers, reach):
     _, mutant = cuda.sample(cuda.faults(reach), 1, 0)[0]
-    assert reach.fitting("ddp", mutant, 9) == {"step": [OTHER], "ddp": [QUICK, SLOW]}
-    assert reach.fitting("ddp", mutant, 2) == {"step": [OTHER], "ddp": [QUICK]}
+    assert list(reach.fitting("ddp", mutant, 9).items()) == [
+        ("ddp", [QUICK, SLOW]),
+        ("step", [OTHER]),
+    ]
+    assert list(reach.fitting("fsdp", mutant, 1).items()) == [("step", [OTHER]), ("ddp", [QUICK])]
     assert reach.fitting("models", mutant, 9) == {}
 
 
@@ -66,21 +69,26 @@ def test_a_fault_that_no_order_shows_lives_and_one_that_hangs_has_died(layers, r
 
     def answering(*codes):
         left = iter(codes)
+        asked.clear()
 
-        def pytest(python, words, seconds, first, **order):
-            text = (first / "lamina" / "ddp" / mutant.file).read_text()
-            assert text == mutant.plant(SOURCE)
-            asked.append((order["VGPU_COMPUTE"], words[0]))
+        def pytest(python, words, seconds, *first, **order):
+            if first:
+                text = (first[0] / "lamina" / "ddp" / mutant.file).read_text()
+                assert text == mutant.plant(SOURCE)
+            asked.append((order["VGPU_COMPUTE"], words[0], bool(first)))
             return next(left), Entered({}, {}, (words[0],))
 
         monkeypatch.setattr(cuda, "pytest", pytest)
-        return cuda.attempt(reach, "ddp", mutant, 2)
+        return cuda.attempt(reach, "ddp", mutant, 1)
 
     assert answering(0, 0, 0, 0).outcome == "lived"
     orders = ("at-once", "adversarial")
-    assert asked == [(order, test) for order in orders for test in (OTHER, QUICK)]
-    assert answering(0, 0, 1).by == f"adversarial: {OTHER}"
+    assert asked == [(order, test, True) for order in orders for test in (QUICK, OTHER)]
+    assert answering(0, 1).by == f"at-once: {OTHER}"
     assert "no end" in answering(0, -1).by
+    assert answering(0, 0, 1, 0).by == f"adversarial: {QUICK}"
+    assert asked[-1] == ("adversarial", QUICK, False)
+    assert answering(0, 0, 1, 1, 0).outcome == "lived"  # the test fails without the fault too
     assert (layers / "ddp" / mutant.file).read_text() == SOURCE
 
 

@@ -3,13 +3,14 @@
 `python3 noxfile.py -s virtual-gpu -- python -m tasks.mutation.cuda [--sample N] [--seed S]
 [--limit N] [--minutes M] [--again] [--keep]`; the CPU's tests need `.nox/env`. Each part of the
 tests runs once on the virtual GPU and once on the CPU, traced. A block is CUDA's own if tests reach
-it on the GPU alone, in a file that names CUDA. Layers take turns. What lives in the tame order is
-tried under an adversary too. A run that was cut off goes on.
+it on the GPU alone, in a class or function that names CUDA. Layers take turns. What lives in the
+tame order is tried under an adversary too. A run that was cut off goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import json
 import os
@@ -65,13 +66,13 @@ PLACE = ROOT / ".matrix" / "mutation" / "cuda"
 PAGE = """\
 # Faults planted in code that only CUDA reaches
 
-Made by `python3 noxfile.py -s virtual-gpu -- python -m tasks.mutation.cuda --keep` on {date} at
-commit `{commit}`; don't edit.
-The faults are a random sample (seed {seed}) in which the layers take turns. Each is one
-small change in a copy of a layer, in a file that names CUDA. It is in a block of statements that
-tests reach on the [virtual GPU](../../virtual-gpu.md), and that the same files of tests do not
-reach on a CPU. Of the tests that reach it, {limit} at most run on the virtual GPU, at once and, if
-none fails, under an adversary (seed 1). A run without an end counts as a fault that died.
+Made by `python3 noxfile.py -s virtual-gpu -- python -m tasks.mutation.cuda --keep` on {date}
+at commit `{commit}`; don't edit.
+The faults are a random sample (seed {seed}) in which the layers take turns. Each is one small
+change in a copy of a layer, in a class or function that names CUDA. It is in a block of statements
+that tests reach on the [virtual GPU](../../virtual-gpu.md) and not on a CPU.
+Of each of two parts of the tests that reach it, {limit} tests at most run on the virtual GPU, at
+once and, if none fails, under an adversary (seed 1). A run without an end is a death.
 Tests: {tests}.
 
 {blocks} such blocks have {faults} faults. Of {count} planted, {died} died and {lived} lived.
@@ -174,15 +175,11 @@ class Reach:
         return {key for seen in self.parts.values() for key in seen.tests} - self.on_cpu
 
     def fitting(self, layer: str, mutant: Mutant, limit: int) -> dict[str, list[str]]:
-        """Return tests that reach the mutant's block, by part: the quickest parts first."""
+        """Return tests of two parts that reach the mutant's block: the layer's own comes first."""
         near = {part: seen.fitting(layer, mutant, limit) for part, seen in self.parts.items()}
         near = {part: tests for part, tests in near.items() if tests}
-        chosen: dict[str, list[str]] = {}
-        for part in sorted(near, key=lambda part: self.parts[part].seconds[near[part][0]]):
-            rest = limit - sum(map(len, chosen.values()))
-            if rest > 0:
-                chosen[part] = near[part][:rest]
-        return chosen
+        order = sorted(near, key=lambda p: (p != layer, self.parts[p].seconds[near[p][0]]))
+        return {part: near[part] for part in order[:2]}
 
     def seconds(self, chosen: dict[str, list[str]], part: str) -> float:
         """Return how long a part's chosen tests may take."""
@@ -202,10 +199,20 @@ def faults(reach: Reach) -> dict[str, list[Mutant]]:
             mutant
             for mutant in mutants_of(source(layer))
             if f"{layer}/{mutant.file}:{mutant.block}" in own
-            and NAMES_CUDA.search(texts[mutant.file])
+            and NAMES_CUDA.search(around(mutant, texts[mutant.file]))
+            and reach.fitting(layer, mutant, 1)
             and is_program(mutant, texts[mutant.file])
         ]
     return found
+
+
+def around(mutant: Mutant, text: str) -> str:
+    """Return the class, or the function outside of classes, that a mutant is in."""
+    lines = text.splitlines()
+    for node in ast.parse(text).body:
+        if node.lineno <= mutant.line <= (node.end_lineno or node.lineno):
+            return "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    return ""
 
 
 def sample(found: dict[str, list[Mutant]], count: int, seed: int) -> list[tuple[str, Mutant]]:
@@ -239,6 +246,12 @@ def attempt(reach: Reach, layer: str, mutant: Mutant, limit: int) -> Verdict:
                     return Verdict(mutant, "died", f"{where}: no end within {seconds:.0f} s", took)
                 if code:
                     by = seen.failed[0] if seen.failed else f"exit code {code}"
+                    again = [*seen.failed[:1], *words[len(tests) :]]
+                    if (
+                        order is not ORDERS[0]
+                        and pytest(sys.executable, again, seconds, **order)[0]
+                    ):
+                        continue  # it fails without the fault too
                     return Verdict(mutant, "died", f"{where}: {by}", took)
     passed = sum(map(len, chosen.values()))
     return Verdict(mutant, "lived", f"{passed} tests", round(time.monotonic() - begin, 1))

@@ -1,10 +1,10 @@
 """Plants faults in code that only CUDA reaches; the virtual GPU's tests are to notice them.
 
 `python3 noxfile.py -s virtual-gpu -- python -m tasks.mutation.cuda [--sample N] [--seed S]
-[--limit N] [--minutes M] [--again] [--keep]`; the CPU's tests need `.nox/env`. Each part of the
-tests runs once on the virtual GPU and once on the CPU, traced. A block is CUDA's own if tests reach
-it on the GPU alone, in a class or function that names CUDA. Layers take turns. What lives in the
-tame order is tried under an adversary too. A run that was cut off goes on.
+[--limit N] [--minutes M] [--tame] [--again] [--keep]`; the CPU's tests need `.nox/env`. Each part
+of the tests runs once on the virtual GPU and once on the CPU, traced. A block is CUDA's own if
+tests reach it on the GPU alone, in a class or function that names CUDA. Layers take turns. What
+lives in the tame order is tried under an adversary. A run that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ ON_CPU: dict[str, tuple[str, ...]] = {
     "mesh parity": ("packages/models/tests/test_mesh_parity.py",),
 }
 NAMES_CUDA = re.compile(r"is_cuda|torch\.cuda|\"cuda\"|pin_memory|record_stream|Stream|Event\b")
-ORDERS = ({"VGPU_COMPUTE": "at-once"}, {"VGPU_COMPUTE": "adversarial", "VGPU_SEED": "1"})
+TAME = {"VGPU_COMPUTE": "at-once"}
+ADVERSARY = {"VGPU_COMPUTE": "adversarial", "VGPU_SEED": "1"}
 DEVICE = {"VGPU_DEVICES": "8", "VGPU_RACES": "fail"}
 CPU = ROOT / ".nox" / "env" / "bin" / "python"
 TRACE_SECONDS = 100.0  # what a part has not begun by then is not among the tests
@@ -147,7 +148,7 @@ def entered(part: str, device: str) -> Entered:
         words = PARTS[part] if device == "gpu" else [w for w in ON_CPU[part] if w not in NCCL]
         python = sys.executable if device == "gpu" else CPU
         packages = {"LAMINA_ENTERED_PACKAGES": f"{ROOT / 'packages'}{os.sep}"}
-        settings = ORDERS[0] if device == "gpu" else {}
+        settings = TAME if device == "gpu" else {}
         code, seen = pytest(python, words, TRACE_SECONDS, TRACER, *sources, **packages, **settings)
         if not seen.seconds:
             raise RuntimeError(f"no test of {part} passed on {device}: exit code {code}")
@@ -226,8 +227,11 @@ def sample(found: dict[str, list[Mutant]], count: int, seed: int) -> list[tuple[
     return [pair for pair, _ in zip(turns, range(count), strict=False)]
 
 
-def attempt(reach: Reach, layer: str, mutant: Mutant, limit: int) -> Verdict:
-    """Plant one fault in a copy and run the tests that fit, in each order, until one fails."""
+def attempt(reach: Reach, layer: str, mutant: Mutant, limit: int, tame: bool = False) -> Verdict:
+    """Plant one fault in a copy and run the tests that fit until one fails.
+
+    They run at once, then under the adversary if not `tame`.
+    """
     chosen = reach.fitting(layer, mutant, limit)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lamina-mutant-") as name:
@@ -235,7 +239,7 @@ def attempt(reach: Reach, layer: str, mutant: Mutant, limit: int) -> Verdict:
         shutil.copytree(source(layer), copy, ignore=shutil.ignore_patterns("__pycache__"))
         path = copy / mutant.file
         path.write_text(mutant.plant(path.read_text()))
-        for order in ORDERS:
+        for order in (TAME,) if tame else (TAME, ADVERSARY):
             for part, tests in chosen.items():
                 words = [*tests, "-x", *(w for w in PARTS[part] if w in NCCL)]
                 seconds = reach.seconds(chosen, part)
@@ -247,18 +251,22 @@ def attempt(reach: Reach, layer: str, mutant: Mutant, limit: int) -> Verdict:
                 if code:
                     by = seen.failed[0] if seen.failed else f"exit code {code}"
                     again = [*seen.failed[:1], *words[len(tests) :]]
-                    if (
-                        order is not ORDERS[0]
-                        and pytest(sys.executable, again, seconds, **order)[0]
-                    ):
+                    late = order is ADVERSARY
+                    if late and pytest(sys.executable, again, seconds, **order)[0]:
                         continue  # it fails without the fault too
                     return Verdict(mutant, "died", f"{where}: {by}", took)
     passed = sum(map(len, chosen.values()))
-    return Verdict(mutant, "lived", f"{passed} tests", round(time.monotonic() - begin, 1))
+    how = f"{passed} tests, {'at once alone' if tame else 'both orders'}"
+    return Verdict(mutant, "lived", how, round(time.monotonic() - begin, 1))
 
 
 def tried(
-    reach: Reach, chosen: Sequence[tuple[str, Mutant]], limit: int, minutes: float, again: bool
+    reach: Reach,
+    chosen: Sequence[tuple[str, Mutant]],
+    limit: int,
+    minutes: float,
+    again: bool,
+    tame: bool,
 ) -> Iterator[tuple[str, Verdict]]:
     """Yield each fault's layer and verdict; those that no earlier run has tried are planted."""
     end = time.monotonic() + 60 * minutes
@@ -272,7 +280,7 @@ def tried(
                 if verdict:
                     yield layer, verdict
                 continue
-            verdict = attempt(reach, layer, mutant, limit)
+            verdict = attempt(reach, layer, mutant, limit, tame)
             with open(path, "a") as handle:
                 handle.write(f"{verdict.line()}\n")
         yield layer, verdict
@@ -328,6 +336,7 @@ def options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
     parser.add_argument("--limit", type=int, default=4, help="tests per fault (default: 4)")
     parser.add_argument("--minutes", type=float, default=60.0, help="then no fault begins")
+    parser.add_argument("--tame", action="store_true", help="not under the adversary")
     parser.add_argument("--again", action="store_true", help="try what has lived once more")
     parser.add_argument("--keep", action="store_true", help="write the record")
     return parser.parse_args(words)
@@ -341,7 +350,7 @@ def main(words: Sequence[str]) -> int:
     chosen = sample(found, known.sample, known.seed)
     print({layer: len(mutants) for layer, mutants in found.items()}, flush=True)
     verdicts = []
-    for layer, verdict in tried(reach, chosen, known.limit, known.minutes, known.again):
+    for layer, verdict in tried(reach, chosen, known.limit, known.minutes, known.again, known.tame):
         verdicts.append((layer, verdict))
         print(f"[{len(verdicts)}/{len(chosen)}] {layer} {verdict.headline()}", flush=True)
     counts = Counter(verdict.outcome for _, verdict in verdicts)

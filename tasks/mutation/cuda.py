@@ -71,9 +71,10 @@ Made by `python3 noxfile.py -s virtual-gpu -- python -m tasks.mutation.cuda --ke
 at commit `{commit}`; don't edit.
 The faults are a random sample (seed {seed}) in which the layers take turns. Each is one small
 change in a copy of a layer, in a class or function that names CUDA. It is in a block of statements
-that tests reach on the [virtual GPU](../../virtual-gpu.md) and not on a CPU.
+that tests reach on the [virtual GPU](../../virtual-gpu.md), and that the same files of tests
+with `test_mesh_parity.py` do not reach on a CPU.
 Of each of two parts of the tests that reach it, {limit} tests at most run on the virtual GPU, at
-once and, if none fails, under an adversary (seed 1). A run without an end is a death.
+once, then under an adversary (seed 1) unless it says "at once alone". No end is a death.
 Tests: {tests}.
 
 {blocks} such blocks have {faults} faults. Of {count} planted, {died} died and {lived} lived.

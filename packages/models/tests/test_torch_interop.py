@@ -23,9 +23,9 @@ from lamina.models import (
     apply_recompute,
     matrix_parameters,
     tensor_parallel_plan,
-    torch_plan,
     training_flops_per_token,
 )
+from lamina.models.base import initialise
 from lamina.models.decoder.precision_backends import amax_exchanges
 from lamina_testing import device_type
 
@@ -136,7 +136,7 @@ def test_parallelize_module_refuses_models_that_differ(ranks):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
 def test_weights_are_compared_in_little_memory(dtype, monkeypatch):
-    monkeypatch.setattr(torch_plan, "_BYTES_AT_ONCE", 1000)
+    monkeypatch.setattr(initialise, "_BYTES_AT_ONCE", 1000)
     weights = (torch.arange(100_000).view(-1, 4) % 7).to(dtype).t()
     expected = sum(weights.contiguous().view(torch.uint8).flatten().tolist())
     summed = []
@@ -148,11 +148,11 @@ def test_weights_are_compared_in_little_memory(dtype, monkeypatch):
             return function(*args, **(kwargs or {}))
 
     with Summed():
-        assert torch_plan._sum_of_bytes(weights) == expected
+        assert initialise._sum_of_bytes(weights) == expected
     # A sum copies what it adds to int64 first.
     assert max(summed) == 1000
-    assert torch_plan._sum_of_bytes(torch.ones((), dtype=dtype)) > 0
-    assert torch_plan._sum_of_bytes(torch.ones(0, dtype=dtype)) == 0
+    assert initialise._sum_of_bytes(torch.ones((), dtype=dtype)) > 0
+    assert initialise._sum_of_bytes(torch.ones(0, dtype=dtype)) == 0
 
 
 @pytest.mark.ranks(2)

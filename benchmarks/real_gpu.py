@@ -60,8 +60,8 @@ def calls_of(step: Callable[[], None]) -> dict[str, int]:
             for name, (times, spent) in [*seen.kernels.items(), *seen.products.items()]
         )
         return {
-            name: seen.launches if name == "launches" else sum(counts[one] for one in ones)
-            for name, ones in CALLS.items()
+            name: seen.launches if name == "launches" else sum(counts[call] for call in calls)
+            for name, calls in CALLS.items()
         }
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -70,7 +70,7 @@ def calls_of(step: Callable[[], None]) -> dict[str, int]:
     counts = Counter(event.name for event in profile.events())
     averages = profile.key_averages()
     say_heaviest((one.count, one.self_device_time_total / 1e3, one.key) for one in averages)
-    return {name: sum(counts[one] for one in ones) for name, ones in CALLS.items()}
+    return {name: sum(counts[call] for call in calls) for name, calls in CALLS.items()}
 
 
 def seconds_of(step: Callable[[], None]) -> tuple[float, float]:

@@ -36,7 +36,7 @@ MOST = 12  # lines of a kind that are shown of a scenario
 
 
 @dataclass
-class Told:
+class Comparison:
     """What is said of a scenario: failures, and differences of order and of kernels."""
 
     failures: list[str]
@@ -44,16 +44,16 @@ class Told:
     kernels: list[str] = field(default_factory=list)
 
 
-def compare(name: str, first: Recording, second: Recording) -> Told:
+def compare(name: str, first: Recording, second: Recording) -> Comparison:
     """Compare a scenario's two recordings, and print a row about them."""
     graphs = OrderGraph.of(first), OrderGraph.of(second)
-    told = Told([f"race: {race}" for race in second.races])
-    told.order = [*dict.fromkeys(second.surprises), *differences(*graphs, DEVICES)]
-    told.kernels = other_kernels(*graphs, DEVICES)
+    compared = Comparison([f"race: {race}" for race in second.races])
+    compared.order = [*dict.fromkeys(second.surprises), *differences(*graphs, DEVICES)]
+    compared.kernels = other_kernels(*graphs, DEVICES)
     nodes = first.history.nodes, second.history.nodes
-    counts = [len(second.races), len(told.order), len(told.kernels)]
+    counts = [len(second.races), len(compared.order), len(compared.kernels)]
     print("|", " | ".join(map(str, [name, *nodes, *counts])), "|")
-    return told
+    return compared
 
 
 def record_all(names: Sequence[str], device: str) -> dict[str, Recording | Exception]:
@@ -88,21 +88,21 @@ def main(words: Sequence[str]) -> int:
     on_gpu = record_all(names, "cpu" if options.stand_in else "cuda")
     print("| scenario | nodes, CPU | nodes, GPU | races | order | kernels |")
     print("| --- | --- | --- | --- | --- | --- |")
-    said: dict[str, Told] = {}
+    said: dict[str, Comparison] = {}
     for name in names:
         first, second = on_cpu[name], on_gpu[name]
         if isinstance(first, Exception) or isinstance(second, Exception):
             pair = zip(DEVICES, (first, second), strict=True)
             raised = [f"{where} raised {e!r}" for where, e in pair if isinstance(e, Exception)]
-            said[name] = Told(raised)
+            said[name] = Comparison(raised)
             print(f"| {name} | raised | | | | |")
         else:
             said[name] = compare(name, first, second)
-    for name, told in said.items():
-        show(f"{name}: failures", told.failures)
-        show(f"{name}: order", told.order)
-        show(f"{name}: other kernels", told.kernels)
-    return int(any(told.failures for told in said.values()))
+    for name, compared in said.items():
+        show(f"{name}: failures", compared.failures)
+        show(f"{name}: order", compared.order)
+        show(f"{name}: other kernels", compared.kernels)
+    return int(any(compared.failures for compared in said.values()))
 
 
 if __name__ == "__main__":

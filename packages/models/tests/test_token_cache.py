@@ -200,3 +200,18 @@ def test_a_cache_writes_into_nothing_of_the_caller():
     assert torch.equal(prompt, torch.ones(1, 4, 3))
     assert torch.equal(first, prompt)
     assert torch.equal(second, torch.cat((prompt, torch.zeros(1, 1, 3)), 1))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@torch.no_grad()
+def test_several_tokens_after_the_first_forward_are_refused_and_lose_nothing(invariant):
+    config = TransformerConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, invariant=invariant
+    )
+    model, cache = GPTModel(config, seed=1), TokenCache()
+    tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
+    model(tokens[:, :9], cache=cache)
+    with pytest.raises(ValueError, match="3 tokens a row, and the TokenCache has 9 before them"):
+        model(tokens[:, 9:], cache=cache)
+    last = [model(tokens[:, [place]], cache=cache) for place in (9, 10, 11)]
+    torch.testing.assert_close(torch.cat(last, 1), model(tokens)[:, 9:])

@@ -49,14 +49,17 @@ class _Tokens:
     """Tensors `[batch, sequence, ...]` to which single tokens are added: in place, in blocks."""
 
     BLOCK = 128
+    """Tokens that there is room for when the tensors are made anew."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.buffers, self.first, self.end = tensors, 0, tensors[0].shape[1]
 
     def views(self) -> tuple[Tensor, ...]:
+        """The tokens that are kept."""
         return tuple(buffer[:, self.first : self.end] for buffer in self.buffers)
 
     def add(self, new: tuple[Tensor, ...]) -> None:
+        """Add a token `[batch, 1, ...]` to each tensor."""
         if self.end == self.buffers[0].shape[1]:
             kept, length = self.views(), self.end - self.first
             self.buffers = tuple(
@@ -104,7 +107,7 @@ class TokenCache:
         kept: _Tokens | None = self.before()
         if kept is None:
             kept = _Tokens(new)
-        elif torch.is_grad_enabled():  # backward reads what later tokens would be written beside
+        elif torch.is_grad_enabled():  # a write in place would spoil what backward reads
             kept = _Tokens(
                 tuple(torch.cat(pair, 1) for pair in zip(kept.views(), new, strict=True))
             )
@@ -200,8 +203,15 @@ class AttentionContext:
             mesh: if it has an axis `cp`, or is that axis, attention's input is this rank's part
                 of the sequences.
             cache: of the tokens before these, if there are some one token of each row follows.
+
+        ValueError: more than one token of each row follows those in the cache.
         """
         cp = axis_of(mesh, "cp")
+        if cache is not None and cache.length and tokens.shape[1] != 1:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens a row, and the TokenCache has {cache.length} before "
+                "them: after the first forward give it one token a row at a time"
+            )
         rotary = None
         if positions is None:
             positions = default_positions(tokens, document_ids)

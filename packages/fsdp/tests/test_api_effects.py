@@ -274,6 +274,17 @@ def test_patterns_keep_parameters_in_full_precision(ranks):
         assert model.table is model.same
 
 
+class Shared(nn.Module):
+    """Reads its child's weight beside what the child returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return nn.functional.linear(torch.tanh(self.up(x)), self.up.weight.t())
+
+
 class Listed(nn.Module):
     """Its weights lie in containers, which nobody calls."""
 
@@ -288,9 +299,10 @@ class Listed(nn.Module):
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("strategy", [0, 3])
-def test_a_module_whose_lists_are_kept_in_full_precision_computes_in_it(strategy, ranks):
+@pytest.mark.parametrize("kind", [Listed, Shared])
+def test_a_module_that_is_wholly_kept_in_full_precision_computes_in_it(kind, strategy, ranks):
     policy = MixedPrecisionPolicy(param_dtype=BF16, keep_full_precision=["0.*"])
-    model, x = nn.Sequential(Listed(), nn.Linear(8, 8)), torch.randn(2, 8)
+    model, x = nn.Sequential(kind(), nn.Linear(8, 8)), torch.randn(2, 8)
     with torch.no_grad():
         wanted = model[0](x.to(BF16).float()).to(BF16)
     model = fully_shard(model, mixed_precision_policy=policy, zero_dp_strategy=strategy)

@@ -62,8 +62,9 @@ def keep_modules(
 
     Their inputs of `param_dtype` are cast to the dtype of their weights, and then their outputs
     back. Left alone are modules that also hold (or contain) weights of `param_dtype`, and those
-    with an attribute `casts_itself = True`, which compute in full precision by themselves. `refs`
-    are the parameters before they are sharded.
+    with an attribute `casts_itself = True`, which compute in full precision by themselves. Where a
+    module is kept with its children, the outermost casts: what it computes between its children
+    may read their weights. `refs` are the parameters before they are sharded.
     """
     narrow = policy.param_dtype
     if narrow is None or not policy.keep_full_precision:
@@ -72,23 +73,14 @@ def keep_modules(
     for module in modules:
         if getattr(module, "casts_itself", False):
             continue
-        own = _read_by(module)
+        weights = list(module.parameters())
         # One kept and one narrow weight in a module: it has to say itself what it computes in.
-        if own and all(id(parameter) in kept for parameter in module.parameters()):
-            wide = own[0].dtype
+        if weights and all(id(parameter) in kept for parameter in weights):
+            wide = weights[0].dtype
             if wide.is_floating_point and wide != narrow:
                 hooks = _Cast(narrow, wide)
                 module.register_forward_pre_hook(hooks.before, with_kwargs=True)
                 module.register_forward_hook(hooks.after, always_call=True)  # also if it raises
-
-
-def _read_by(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a module's own forward reads: those of its lists and dictionaries too.
-
-    Nobody calls a `ParameterList`, so hooks on one would never run.
-    """
-    lists = [m for m in module.children() if isinstance(m, nn.ParameterList | nn.ParameterDict)]
-    return [p for holder in (module, *lists) for p in holder.parameters(recurse=False)]
 
 
 class _Cast:

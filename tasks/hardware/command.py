@@ -189,9 +189,12 @@ def run_plan(
         small = options.rehearse and (step.arithmetic or not virtual)
         words = step.command(small, python, str(folder))
         log = folder / "logs" / f"{numbers[step.name]:02}.txt"
-        # Without arithmetic a script asserts in vain; tests tell what they say of values apart.
-        more = {} if step.is_pytest or not virtual else {"PYTHONOPTIMIZE": "1"}
-        settings = {**variables, **more}
+        settings = {**variables}
+        if virtual and step.arithmetic:
+            settings |= {"VGPU_COMPUTE": "at-once", "VGPU_VALUES": ""}
+        elif virtual and not step.is_pytest:
+            # Without arithmetic a script asserts in vain; tests tell what they say of values apart.
+            settings["PYTHONOPTIMIZE"] = "1"
         return run_step(step, words, limit, log, settings, skips_count=options.rehearse)
 
     # A step's processes are a session of their own, which a signal to this process leaves alone.

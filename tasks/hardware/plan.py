@@ -29,8 +29,8 @@ class Step:
         limit: seconds after which it is stopped.
         figures: whether it measures; otherwise it checks that numbers are right.
         gpus: how many GPUs it needs.
-        arithmetic: whether it fails without right numbers, and is no test: on a virtual GPU, which
-            computes nothing, it is rehearsed as on a CPU.
+        arithmetic: whether it fails without right numbers, and is no test: on a virtual GPU the
+            tiny command is rehearsed, and computed.
     """
 
     part: str
@@ -178,6 +178,7 @@ ROWS = (
         f"torchrun --nproc-per-node=1 {EXPERTS}",
         DRY_EXPERTS,
         figures=True,
+        arithmetic=True,  # rows of an expert are counted on the host
     ),
     Step(
         "checkpoint",
@@ -186,6 +187,7 @@ ROWS = (
         DRY_JOB,
         limit=75,
         figures=True,
+        arithmetic=True,  # its report has the losses
     ),
     Step(
         "checkpoint",

@@ -15,8 +15,8 @@ from tasks.environment import CHILD_ENV
 OUT_OF_REACH = 69
 SOURCES = ROOT / "testing" / "virtual_gpu" / "src"
 TESTS = ("testing/virtual_gpu/tests", "tests/virtual_gpu")
-# What the tests and the layers need beside torch.
-NEEDS = ("pytest", "hypothesis", "einops", "safetensors")
+# What the tests, the layers and the main job need beside torch.
+NEEDS = "pytest hypothesis einops safetensors matplotlib psutil rich tensorboard tyro".split()
 
 
 def set_up(session: nox.Session, torch: str = "2.14") -> Path:

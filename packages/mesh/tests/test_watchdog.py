@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
 
 import lamina.mesh
 from lamina.mesh import init_distributed
@@ -305,8 +306,20 @@ def test_a_rank_that_has_waited_little_may_just_go_on():
     assert verdict(reports, {}).hopeless
 
 
+class PassesOn(TorchFunctionMode):
+    """A mode that changes nothing, in the test's own file."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def in_a_mode(call):
+    with PassesOn():
+        call()
+
+
 @pytest.mark.ranks(2, init=False, reuse=False)
-@pytest.mark.parametrize("call", ["broadcast", "barrier", "all_gather_object"])
+@pytest.mark.parametrize("call", ["broadcast", "barrier", "all_gather_object", "in a mode"])
 def test_a_wait_in_torchs_own_collective_is_named_and_ends_with_the_job(
     call, ranks, monkeypatch, tmp_path
 ):
@@ -317,6 +330,9 @@ def test_a_wait_in_torchs_own_collective_is_named_and_ends_with_the_job(
         "barrier": dist.barrier,
         "all_gather_object": lambda: dist.all_gather_object([None, None], 1),
     }
+    if call == "in a mode":  # of the user's, whose frames lie between torch's
+        call = "all_gather_object"
+        calls[call] = lambda: in_a_mode(lambda: dist.all_gather_object([None, None], 1))
     with init_distributed(device="cpu", soft_limit=0.5, verdict_directory=tmp_path):
         watchdog = running_watchdog()
         if ranks.rank == 0:

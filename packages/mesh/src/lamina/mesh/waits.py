@@ -36,6 +36,13 @@ _FOREIGN = (
     os.path.join(os.path.dirname(torch.__file__), ""),
     threading.__file__,
 )
+# A mode of the user's that torch calls on the way, such as one that sets a default device.
+_MODES = ("__torch_function__", "__torch_dispatch__")
+
+
+def _is_foreign(file: str, function: str) -> bool:
+    """Whether a frame is not the user's program: of Lamina, of torch, or a mode under torch."""
+    return file.startswith(_FOREIGN) or function in _MODES
 
 
 @dataclass(frozen=True)
@@ -116,14 +123,14 @@ class OwnWaits:
     def stuck_since(self) -> tuple[FrameType, float] | None:
         """Where the main thread is in code of others, and since when; None where it is not."""
         frame, since = self.main_thread()
-        inside = frame is not None and frame.f_code.co_filename.startswith(_FOREIGN)
+        inside = frame is not None and _is_foreign(frame.f_code.co_filename, frame.f_code.co_name)
         return (frame, since) if frame is not None and inside else None
 
     def program_line(self) -> tuple[str, list[str]]:
         """The line of the user's program that the main thread has come to, and its stack."""
         frame, _ = self.main_thread()
         stack = [] if frame is None else traceback.extract_stack(frame)
-        own = [line for line in stack if not line.filename.startswith(_FOREIGN)] or stack
+        own = [line for line in stack if not _is_foreign(line.filename, line.name)] or stack
         at = f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else "?"
         return at, traceback.format_list(stack)
 
@@ -138,7 +145,7 @@ class OwnWaits:
         from when the bytes would have come on a slow network.
         """
         (frame, since), call = self.main_thread(), None
-        while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+        while frame is not None and _is_foreign(frame.f_code.co_filename, frame.f_code.co_name):
             if frame.f_code.co_filename == c10d.__file__ and "group" in frame.f_code.co_varnames:
                 call = frame  # the outermost one is what the program has called
             frame = frame.f_back

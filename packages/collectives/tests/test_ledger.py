@@ -251,7 +251,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # on a GPU streams wait: tests/test_order.py
 def test_a_collective_that_ends_before_its_wait_was_overlapped():
     group = dist.group.WORLD
     with Ledger() as ledger:
@@ -270,7 +270,7 @@ def test_a_collective_that_ends_before_its_wait_was_overlapped():
     assert record.overlapped
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # on a GPU streams wait: tests/test_order.py
 def test_a_collective_waited_for_at_once_was_not_overlapped(tmp_path):
     group, rank = dist.group.WORLD, dist.get_rank()
     with Ledger() as ledger:

@@ -73,7 +73,7 @@ def test_a_ring_holds_two_sets_of_buffers_and_leaves_the_first_tensors_alone():
     assert torch.all(mine == rank)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # on a GPU streams wait: tests/test_order.py
 def test_a_step_is_under_way_before_anyone_waits_for_it(tmp_path: Path):
     # Rank 1 does not wait for its step until rank 0 has seen rank 1's tensor arrive.
     group, rank = dist.group.WORLD, dist.get_rank()

@@ -77,7 +77,7 @@ def noting(times, key):
 
 
 @pytest.mark.matrix(few=2)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # on a GPU streams wait: tests/test_order.py
 @pytest.mark.parametrize(("strategy", "overlap"), [(0, True), (1, True), (2, True), (1, False)])
 def test_a_bucket_is_reduced_while_the_layer_before_it_computes(strategy, overlap, ranks):
     """From the first iteration on."""
@@ -101,7 +101,7 @@ def test_a_bucket_is_reduced_while_the_layer_before_it_computes(strategy, overla
     assert (reductions[0].finished > reductions[1].issued) is overlap
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # on a GPU streams wait: tests/test_order.py
 @pytest.mark.parametrize(
     ("overlap", "align", "before"), [(True, False, 4), (True, True, DEPTH), (False, False, 0)]
 )

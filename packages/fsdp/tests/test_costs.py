@@ -68,7 +68,7 @@ def sizes(model):
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # on a GPU streams wait: tests/test_order.py
 @pytest.mark.parametrize("overlap", [True, False])
 @STRATEGIES
 def test_a_unit_is_reduced_while_the_unit_before_it_computes(strategy, overlap, ranks):
@@ -94,7 +94,7 @@ def test_a_unit_is_reduced_while_the_unit_before_it_computes(strategy, overlap, 
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # on a GPU streams wait: tests/test_order.py
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("strategy", [1, 2, 3])
 def test_the_next_units_weights_are_on_their_way_while_one_computes(strategy, overlap, ranks):
@@ -111,7 +111,7 @@ def test_the_next_units_weights_are_on_their_way_while_one_computes(strategy, ov
     assert (of_second_block.issued < begins[0]) is overlap
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # on a GPU streams wait: tests/test_order.py
 @pytest.mark.parametrize("overlap", [True, False])
 def test_in_backward_the_unit_before_is_on_its_way_while_one_computes(overlap, ranks):
     model, optimizer = build(3, 2, overlap_param_gather=overlap)

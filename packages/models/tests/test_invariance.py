@@ -153,15 +153,16 @@ def test_a_tokens_logits_do_not_depend_on_batch_padding_packing_or_later_tokens(
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "whole"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@torch.no_grad()
 def test_a_cache_gives_the_logits_of_the_whole_sequence(name, dtype):
     model = GPTModel(MODELS[name], seed=1).to(dtype)
     assert model.caches
-    tokens, cache = text()[0], TokenCache()
-    whole, start = model(tokens), 9
-    assert torch.equal(model(tokens[:, :start], cache=cache), whole[:, :start])
-    for place in range(start, tokens.shape[1]):
-        assert torch.equal(model(tokens[:, [place]], cache=cache)[:, 0], whole[:, place])
+    tokens, cache, last = text()[0], TokenCache(), TokenCache(last_only=True)
+    whole, start = model(tokens).detach(), 9  # as in training, and below as in `generate`
+    with torch.inference_mode():
+        assert torch.equal(model(tokens[:, :start], cache=cache), whole[:, :start])
+        assert torch.equal(model(tokens[:, :start], cache=last)[:, 0], whole[:, start - 1])
+        for place in range(start, tokens.shape[1]):
+            assert torch.equal(model(tokens[:, [place]], cache=cache)[:, 0], whole[:, place])
 
 
 def test_windows_are_not_cached():

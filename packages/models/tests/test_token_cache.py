@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.collectives import Ledger
 from lamina.fsdp import fully_shard
@@ -93,6 +94,57 @@ def test_ranks_of_tp_write_what_one_process_writes(name, sequence_parallel, rank
         assert torch.equal(generate(model, prompt, 8, temperature=0.0), expected)
 
 
+class Operators(TorchDispatchMode):
+    """Counts torch's operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def test_a_token_takes_few_operators():
+    model = GPTModel(replace(CONFIG, num_kv_heads=None), seed=1)
+    counts = []
+    for tokens in (10, 11):
+        with Operators() as operators:
+            generate(model, TOKENS[:1, :5], tokens, temperature=0.0)
+        counts.append(operators.count)
+    # It was 87 a layer. A loop by hand takes about 30 (`benchmarks/generation.py`).
+    assert counts[1] - counts[0] <= 20 + 45 * CONFIG.num_layers
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["windows by layer", "latents", "experts", "mamba"])
+def test_a_cache_can_ask_for_the_last_logits_alone(name):
+    model, cache = GPTModel(CONFIGS[name], seed=1).eval(), TokenCache(last_only=True)
+    found = model(TOKENS[:, :9], cache=cache)
+    assert found.shape == (2, 1, 50)
+    torch.testing.assert_close(found, model(TOKENS[:, :9])[:, -1:], rtol=0, atol=2e-6)
+
+
+@torch.no_grad()
+def test_positions_of_ones_own_are_those_that_the_caller_counts():
+    model, cache = GPTModel(CONFIG, seed=1).eval(), TokenCache()
+    places = torch.arange(20) * 2
+    parts = [slice(0, 9), *(slice(at, at + 1) for at in range(9, 20))]
+    found = [model(TOKENS[:, at], positions=places[at], cache=cache) for at in parts]
+    torch.testing.assert_close(
+        torch.cat(found, 1), model(TOKENS, positions=places), rtol=0, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["windows by layer", "experts", "mamba"])
+def test_a_model_trains_on_what_it_wrote_as_if_it_had_written_nothing(name):
+    models = [GPTModel(CONFIGS[name], seed=1) for _ in range(2)]
+    written = generate(models[0], TOKENS[:, :5], 8, temperature=0.0)
+    for model in models:
+        model(written[:, :-1], written[:, 1:]).backward()
+    for mine, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
 @pytest.mark.ranks(2)
 def test_a_sharded_model_is_gathered_once(ranks):
     plain = GPTModel(replace(CONFIG, init_std=0.2), seed=1)
@@ -105,6 +157,11 @@ def test_a_sharded_model_is_gathered_once(ranks):
     assert 0 < len(gathers) <= units, "some unit was gathered for more than one token"
     here = sum(p.to_local().numel() for p in model.parameters())
     assert here < 0.6 * plain.num_parameters(), "whole weights are given back at the end"
+    for each in (plain, model):  # and it trains on what it wrote
+        each(found[:, :-1], found[:, 1:]).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), wanted[name], rtol=0, atol=1e-6)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from lamina.mesh import ParallelLayout, role_of
 from lamina.models import (
     GPTModel,
     LatentAttention,
+    LayerSpec,
     Precision,
     TransformerConfig,
     apply_precision,
@@ -225,6 +226,13 @@ def test_a_model_compiles_into_one_graph(norm):
     loss = compiled(TOKENS, TOKENS)
     loss.backward()
     torch.testing.assert_close(loss, expected)
+
+
+def test_a_model_whose_layers_differ_compiles_into_one_graph():
+    layers = tuple(LayerSpec(sliding_window=4 if at else None) for at in range(CONFIG.num_layers))
+    model = GPTModel(replace(CONFIG, layers=layers), seed=3)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(TOKENS), model(TOKENS))
 
 
 def test_state_dicts_survive_a_round_trip(tmp_path):

@@ -210,8 +210,14 @@ class SelfAttention(Attention):
     def mix(self, x: Tensor, context: AttentionContext) -> Tensor:
         """See `Attention.mix`."""
         heads = self.qkv(x).view(*context.shape, -1, self.head_width)
-        query, key, value = heads.split(self.head_counts, dim=-2)
+        query, key, value = heads.split_with_sizes(self.head_counts, dim=-2)
         rotary = context.rotary
+        if rotary is not None and self.query_norm is None and not torch.is_grad_enabled():
+            # One turn of both takes half as long for one token. With gradients the core turns
+            # them, so that selective recomputation need not keep the turned ones.
+            both = apply_rotary(heads.narrow(-2, 0, sum(self.head_counts[:2])), *rotary)
+            query, key = both.split_with_sizes(self.head_counts[:2], dim=-2)
+            rotary = None
         if self.norm_last and rotary is not None:
             query, key, rotary = apply_rotary(query, *rotary), apply_rotary(key, *rotary), None
         if self.query_norm is not None and self.key_norm is not None:

@@ -23,11 +23,11 @@ from lamina.models.layers.zigzag import cut_sequence
 from lamina.models.moe.losses import RoutingContext
 
 
-def default_positions(tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
-    """Count from 0, per document where there are documents: int64 `[(batch,) sequence]`."""
+def default_positions(tokens: Tensor, document_ids: Tensor | None = None, start: int = 0) -> Tensor:
+    """Count from `start`, anew in each document if there are any: int64 `[(batch,) sequence]`."""
     if document_ids is not None:
-        return document_positions(document_ids)
-    return torch.arange(tokens.shape[1], device=tokens.device)
+        return document_positions(document_ids) + start
+    return torch.arange(start, start + tokens.shape[1], device=tokens.device)
 
 
 def same_for_all(positions: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class _Tokens:
 
     def views(self) -> tuple[Tensor, ...]:
         """The tokens that are kept."""
-        return tuple(buffer[:, self.first : self.end] for buffer in self.buffers)
+        return tuple(each.narrow(1, self.first, self.end - self.first) for each in self.buffers)
 
     def add(self, new: tuple[Tensor, ...]) -> None:
         """Add a token `[batch, 1, ...]` to each tensor."""
@@ -70,7 +70,7 @@ class _Tokens:
                 buffer[:, :length] = tensor
             self.first, self.end = 0, length
         for buffer, tensor in zip(self.buffers, new, strict=True):
-            buffer[:, self.end] = tensor[:, 0]
+            buffer.narrow(1, self.end, 1).copy_(tensor)
         self.end += 1
 
 
@@ -81,12 +81,16 @@ class TokenCache:
     find what they kept by the order in which a forward calls them, so a layer that is used twice
     has two entries.
 
+    Args:
+        last_only: give the logits of a forward's last token alone, `[batch, 1, vocabulary]`.
+
     Attributes:
         length: tokens of each row so far.
     """
 
-    def __init__(self) -> None:
-        self.length = 0
+    def __init__(self, *, last_only: bool = False) -> None:
+        self.length, self.last_only = 0, last_only
+        self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
         self._kept: list[Any] = []
         self._next = 0
 
@@ -118,6 +122,16 @@ class TokenCache:
             kept.first = max(kept.first, kept.end - window + 1)
         self.keep(kept)
         return views
+
+    def rotary(self, config: TransformerConfig, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """`rotary_tables` of a forward's tokens, from tables that reach a block further."""
+        key = config.rotary_width, config.rope_theta, config.rope_scaling
+        end = self.length + tokens.shape[1]
+        tables = self._tables.get(key)
+        if tables is None or tables[0].shape[0] < end:
+            ahead = torch.arange(end + _Tokens.BLOCK, device=tokens.device)
+            tables = self._tables[key] = rotary_tables(config, ahead)
+        return tables[0][self.length : end], tables[1][self.length : end]
 
     def end_forward(self, tokens: int) -> None:
         """A forward of so many tokens is done."""
@@ -195,8 +209,8 @@ class AttentionContext:
             tokens: any tensor `[batch, sequence, ...]` on the device of the activations, whole
                 sequences.
             dtype: of the activations.
-            positions: int64 `[sequence]` or `[batch, sequence]`; counted from 0 when None,
-                anew in each document where `document_ids` are given.
+            positions: int64 `[sequence]` or `[batch, sequence]`; counted from the start of the
+                text when None, or of each document where `document_ids` are given.
             document_ids: integers `[batch, sequence]`; a token attends only within its document,
                 a run of equal ids.
             training: whether attention dropout applies.
@@ -213,10 +227,12 @@ class AttentionContext:
                 "them: after the first forward give it one token a row at a time"
             )
         rotary = None
-        if positions is None:
+        if positions is None and (cache is None or document_ids is not None):
             positions = default_positions(tokens, document_ids)
-        if config.positions == "rope":
+        if config.positions == "rope" and positions is not None:
             rotary = rotary_tables(config, cut_sequence(positions, cp, dim=-1))
+        elif config.positions == "rope" and cache is not None:
+            rotary = cache.rotary(config, tokens)
         dropout = config.attention_dropout if training else 0.0
         pattern: AttentionPattern = Masked(None)  # a token that follows reads all that is kept
         if cache is None or cache.length == 0 or config.invariant:

@@ -93,8 +93,11 @@ class Masked:
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
         """See `AttentionPattern`."""
-        key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
-        return _sdpa(query, key, value, attn_mask=self.mask, dropout_p=dropout, scale=scale)
+        grouped = self.mask is None and key.shape[2] != query.shape[2] and not query.is_cuda
+        if not grouped:
+            key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
+        options = {"attn_mask": self.mask, "enable_gqa": grouped}
+        return _sdpa(query, key, value, dropout_p=dropout, scale=scale, **options)
 
 
 @dataclass(frozen=True)

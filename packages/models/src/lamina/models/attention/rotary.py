@@ -82,9 +82,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         The same shape and dtype as `x`; the arithmetic is in float32 (float64 for float64).
     """
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    turning, still = x, x[..., :0]
-    if (width := 2 * cos.shape[-1]) < x.shape[-1]:
-        turning, still = x[..., :width], x[..., width:]
+    width = 2 * cos.shape[-1]
+    turning = x if width == x.shape[-1] else x[..., :width]
     first, second = turning.chunk(2, dim=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat([*turned, still] if still.shape[-1] else turned, dim=-1).to(x.dtype)
+    parts = turned if turning is x else [*turned, x[..., width:]]
+    return torch.cat(parts, dim=-1).to(x.dtype)

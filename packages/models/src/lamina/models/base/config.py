@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from torch import nn
@@ -628,7 +629,7 @@ class TransformerConfig:
         own |= {} if spec.letter in "TE" else {"moe": None}
         return replace(self, **{**own, **dict(spec.changes)})
 
-    @property
+    @cached_property
     def distinct_layers(self) -> list[TransformerConfig]:
         """The configs of layers that differ."""
         first = {spec: at for at, spec in reversed(list(enumerate(self.layers or "T")))}

@@ -1,7 +1,7 @@
 """Sampling text from a language model."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -67,7 +67,7 @@ def generate(
     _check_prompt(inner, tokens, max_new_tokens, context_length)
     reader = _Reader(model, inner, dict(inputs or {}), context_length, tokens.shape[0])
     image_token = getattr(inner, "image_token", None)
-    with _evaluating(model), reader.gathered():
+    with _evaluating(model), reader.gathered(), reader.inference():
         for _ in range(max_new_tokens):
             logits = reader.read(tokens).float()
             if image_token is not None:  # an image token without an image is refused
@@ -76,7 +76,7 @@ def generate(
             for axis in getattr(inner, "sequence_axes", ()):
                 broadcast(following, axis.group)
             tokens = torch.cat((tokens, following[:, None]), dim=1)
-    return tokens
+    return tokens.clone()  # one that was made in inference mode cannot be trained on
 
 
 class _Reader:
@@ -102,7 +102,8 @@ class _Reader:
         self.limited = getattr(moe, "capacity_factor", None) is not None
         # Positions and the like belong to whole sequences, and images to the rows of the prompt.
         known = inputs.keys() <= {"images"} and (rows % self.multiple == 0 or image_token is None)
-        self.cache = TokenCache() if known and getattr(inner, "caches", False) else None
+        caches = known and getattr(inner, "caches", False)
+        self.cache = TokenCache(last_only=True) if caches else None
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -114,6 +115,10 @@ class _Reader:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 
+    def inference(self) -> AbstractContextManager[None]:
+        """Inference mode for a model of Lamina's own layers, which keep no tensor for later."""
+        return nullcontext() if self.cache is None else torch.inference_mode()
+
     def read(self, tokens: Tensor) -> Tensor:
         """Logits `[batch, vocabulary]`."""
         end, limit = tokens.shape[1], self.context_length
@@ -122,7 +127,8 @@ class _Reader:
         new, inputs = tokens[:, self.cache.length :], {} if self.cache.length else self.inputs
         rows = tokens.shape[0]
         padded = rows + -rows % self.multiple
-        new = new.repeat(-(-padded // rows), 1)[:padded]
+        if padded > rows:
+            new = new.repeat(-(-padded // rows), 1)[:padded]
         return cast(Tensor, self.model(new, **inputs, cache=self.cache)[:rows, -1])
 
     def _read_context(self, tokens: Tensor) -> Tensor:

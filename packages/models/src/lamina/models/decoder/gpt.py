@@ -87,8 +87,8 @@ class GPTModel(KeepsRoles):
         """Make the modules, for an axis of tensor-parallel ranks; None is one process."""
         self.config = config
         self.axis = axis
-        if self.cp is not None:
-            for layer in config.distinct_layers:
+        for layer in config.distinct_layers:  # which also makes them before a forward is compiled
+            if self.cp is not None:
                 check_context_parallel(layer, self.cp, 1 if axis is None else axis.size)
         partial = self.sequence_parallel = config.sequence_parallel and axis is not None
         self.embedding = VocabParallelEmbedding(
@@ -178,20 +178,23 @@ class GPTModel(KeepsRoles):
         """
         check_reduction(reduction)
         self.check_inputs(tokens, labels, document_ids, positions, padding_mask)
+        counted = cache is not None and positions is None and document_ids is None
         if positions is None:
-            positions = default_positions(tokens, document_ids)
-            positions = positions if cache is None else positions + cache.length
+            start = 0 if cache is None else cache.length
+            positions = default_positions(tokens, document_ids, start)
         positions = same_for_all(positions)
         cut = cut_sequence(tokens, self.cp), cut_sequence(positions, self.cp, dim=-1)
         x = self.embed(*cut, None if splice is None else splice.cut(self.cp))
         # Each rank of cp has a part of an auxiliary loss, and an equal share in a loss that the
         # caller computes from the whole logits.
         parts = 1 if self.cp is None else self.cp.size
-        context = self.context(tokens, x.dtype, positions, document_ids, padding_mask, parts, cache)
+        places = None if counted else positions  # those that are counted have tables in the cache
+        context = self.context(tokens, x.dtype, places, document_ids, padding_mask, parts, cache)
         for block in self.blocks:
             x = block(x, context)
         if cache is not None:
             cache.end_forward(tokens.shape[1])
+            x = x[:, -1:] if cache.last_only and not self.sequence_parallel else x
         x = self.final_norm(x)
         if labels is not None:
             loss = self.loss(x, labels, reduction)
@@ -208,7 +211,7 @@ class GPTModel(KeepsRoles):
         self,
         tokens: Tensor,
         dtype: torch.dtype,
-        positions: Tensor,
+        positions: Tensor | None,
         document_ids: Tensor | None,
         padding_mask: Tensor | None,
         auxiliary: float | Tensor,

@@ -43,6 +43,10 @@ def check_ids(
         raise TypeError(f"{name} are {ids.dtype}: ids are integers, such as torch.int64")
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or type(ids) is not Tensor:
         return  # a tensor subclass, such as a fake tensor, may have no values
+    if ids.numel() and ignored is None:
+        low, high = ids.aminmax()
+        if int(low) >= 0 and int(high) < vocab_size:
+            return
     strange = (ids < 0) | (ids >= vocab_size)
     if ignored is not None:
         strange &= ids != ignored

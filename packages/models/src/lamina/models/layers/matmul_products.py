@@ -55,7 +55,7 @@ def may_sink(weight: Tensor) -> bool:
     Layers then use Lamina's autograd functions. Otherwise they use torch's own operators.
     """
     return (
-        not torch.compiler.is_compiling() and torch.is_grad_enabled() and has_gradient_sink(weight)
+        torch.is_grad_enabled() and not torch.compiler.is_compiling() and has_gradient_sink(weight)
     )
 
 

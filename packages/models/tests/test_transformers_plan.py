@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -15,7 +16,7 @@ from lamina.ddp.engine import finalize_plain_gradients
 from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout, role_of
 from lamina.mesh.engine import mesh_axis
-from lamina.models import tensor_parallel_plan
+from lamina.models import GPTModel, TransformerConfig, tensor_parallel_plan
 from lamina.models.base.mesh_axes import cut_weight
 from lamina_testing import device_type
 
@@ -57,15 +58,22 @@ def train(model: Any, finish: Any = lambda: None) -> tuple[torch.Tensor, dict[st
     return logits.detach(), found
 
 
-def differences(kind: str, plan: dict[str, str] | None = None) -> dict[str, float]:
+def differences(
+    kind: str, plan: dict[str, str] | None = None, *, expert_parallel: bool = False
+) -> dict[str, float]:
     """How far a model over two ranks is from one process, for logits, gradients, parameters."""
     mesh = ParallelLayout(tp=2).build(device_type())
     axis = mesh_axis(mesh, "tp")
     whole = build(kind)
     model = copy.deepcopy(whole)
     model.tp_plan = {**model.tp_plan, **(plan or {})}
-    parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
+    plan = tensor_parallel_plan(model, expert_parallel=expert_parallel)
+    parallelize_module(model, mesh["tp"], plan)
     roles = {name: role_of(parameter) for name, parameter in model.named_parameters()}
+    if expert_parallel:
+        stacked = [role for name, role in roles.items() if ".experts." in name]
+        assert stacked
+        assert all(role.tp_shard_dim == 0 for role in stacked)
     assert any(role.tp_shard_dim is not None for role in roles.values())
     logits, found = train(model, lambda: finalize_plain_gradients(model, mesh))
     expected_logits, expected = train(whole)
@@ -108,9 +116,9 @@ REFUSED = {
 """Plans of transformers 5.24 that make another model, or none."""
 
 
-def check_parity(kind: str, plan: dict[str, str] | None = None) -> None:
+def check_parity(kind: str, plan: dict[str, str] | None = None, **options: bool) -> None:
     """Bounds of rounding: a term that is left out or counted twice is away by 1e-2 and more."""
-    apart = differences(kind, plan)
+    apart = differences(kind, plan, **options)
     assert apart.pop("logits") < 2e-6
     gradients = {name: value for name, value in apart.items() if name.startswith("grad ")}
     assert max(gradients.values()) < 3e-5, max(gradients.items(), key=lambda item: item[1])
@@ -121,6 +129,47 @@ def check_parity(kind: str, plan: dict[str, str] | None = None) -> None:
 @pytest.mark.parametrize("kind", list(UNCONVERTED))
 def test_a_type_that_is_not_converted_trains_over_tp(kind):
     check_parity(kind)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_each_rank_has_some_experts_whole(kind):
+    check_parity(kind, expert_parallel=True)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout=300)
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v32", "laguna", "lfm2_moe", "mixtral", "phimoe", "qwen3_next"]
+)
+def test_experts_of_the_other_types_are_whole(kind):
+    check_parity(kind, expert_parallel=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["ministral3", "mixtral"])
+def test_a_cut_model_is_saved_whole(kind, ranks, tmp_path_factory):
+    mesh = ParallelLayout(tp=2).build(device_type())
+    whole = build(kind)
+    if kind == "ministral3":
+        whole.lm_head.weight, whole.config.tie_word_embeddings = (
+            whole.get_input_embeddings().weight,
+            True,
+        )
+    model = copy.deepcopy(whole)
+    parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
+    directory = [str(tmp_path_factory.mktemp("saved"))]
+    dist.broadcast_object_list(directory)
+    model.save_pretrained(directory[0])
+    sharded, _ = fully_shard(model, torch.optim.SGD(model.parameters()), device_mesh=mesh)
+    with pytest.raises(ValueError, match=r"is a \w+ .*state_dict=lamina.ddp.full_parameters"):
+        model.save_pretrained(directory[0] + "/none")
+    model.save_pretrained(directory[0] + "/sharded", state_dict=full_parameters(sharded))
+    dist.barrier()
+    for written in (directory[0], directory[0] + "/sharded"):
+        read = type(whole).from_pretrained(written, dtype=torch.float32)
+        for name, value in whole.state_dict().items():
+            assert torch.equal(read.state_dict()[name], value), name
 
 
 @pytest.mark.slow
@@ -145,6 +194,7 @@ def test_a_plan_that_was_put_right_trains():
 
 
 SMALL = "ministral3"
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_layers": 1, "num_heads": 4}
 
 
 @pytest.mark.parametrize(
@@ -173,6 +223,10 @@ def test_models_without_a_plan_and_hooks_are_refused():
     model = build(SMALL)
     with pytest.raises(ValueError, match="plans of transformers cut no tokens"):
         tensor_parallel_plan(model, sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"has no plan for experts .*base_model_ep_plan"):
+        tensor_parallel_plan(model, expert_parallel=True)
+    with pytest.raises(ValueError, match="build GPTModel"):
+        tensor_parallel_plan(GPTModel(TransformerConfig(**SIZES)), expert_parallel=True)
     model.lm_head.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"lm_head .* has hooks"):
         tensor_parallel_plan(model)

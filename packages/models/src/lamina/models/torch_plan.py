@@ -137,7 +137,11 @@ def _put(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def tensor_parallel_plan(
-    model: nn.Module, *, sequence_parallel: bool | None = None, check: bool = True
+    model: nn.Module,
+    *,
+    sequence_parallel: bool | None = None,
+    check: bool = True,
+    expert_parallel: bool = False,
 ) -> ParallelStyle:
     """Make the plan with which `parallelize_module(model, mesh["tp"], plan)` cuts the model.
 
@@ -150,6 +154,8 @@ def tensor_parallel_plan(
         sequence_parallel: also cut the tokens between the products; by default as in its config.
             Plans of transformers cannot.
         check: compare a model of transformers with the whole on 16 tokens, gradients included.
+        expert_parallel: give each rank some experts of a model of transformers whole, by its
+            `ep_plan`, instead of a part of each.
 
     Raises:
         TypeError: for another model, or if a layer of the plan is of a class that cannot be cut.
@@ -165,8 +171,13 @@ def tensor_parallel_plan(
                 f"sequence_parallel of a {type(model).__name__}: plans of transformers cut no "
                 "tokens; leave it out, or convert the model with from_huggingface"
             )
-        return CutByOwnPlan(model, check=check)
+        return CutByOwnPlan(model, check=check, expert_parallel=expert_parallel)
     model = require_gpt(model, "tensor_parallel_plan")
+    if expert_parallel:
+        raise ValueError(
+            "expert_parallel is for models of transformers: build GPTModel(config, mesh) with "
+            "axes of experts, ParallelLayout(ep=...)"
+        )
     if model.axis is not None:
         raise ValueError(f"the model is cut over {model.axis.name} already")
     return CutOverRanks(sequence_parallel=sequence_parallel)

@@ -7,6 +7,7 @@ plain tensors with roles, as in Lamina's own models, and wrappers need to know n
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lamina.collectives import copy_to, gather_from, reduce_from, scatter_to
-from lamina.collectives.engine import all_reduce_small
-from lamina.mesh import mark, role_of
+from lamina.collectives.engine import all_reduce_small, start_all_gather
+from lamina.mesh import Role, mark, role_of
 from lamina.mesh.engine import MeshAxis, mesh_axis
 from lamina.models.base.initialise import differing_tensors
-from lamina.models.base.mesh_axes import cut_weight, require_divisible
+from lamina.models.base.mesh_axes import cut_weight, join_weight, require_divisible
 from lamina.models.decoder.gpt import HOOKS
 from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lamina.models.layers.loss import check_ids
@@ -81,6 +82,8 @@ RULES: dict[str, Rule] = {
     "packed_rowwise": _by_columns(2),
     "embedding_rowwise": lambda ndim: Cut(0),
     "embedding_colwise": lambda ndim: Cut(1),
+    "grouped_gemm": lambda ndim: Cut(0),
+    "ep_dispatch_experts": _whole,
     "moe_tp_experts": _whole,
     "moe_identity_expert": _whole,
     "mla_kv_a_proj": _whole,
@@ -98,22 +101,27 @@ _HEADS = ("q_proj", "k_proj", "v_proj")
 class CutByOwnPlan(ParallelStyle):
     """Cut a live model of transformers over the ranks of a mesh, in place, by its own plan.
 
-    With `check`, the cut model is compared with the whole one on a few tokens.
+    With `check`, the cut model is compared with the whole one on a few tokens. With
+    `expert_parallel`, its plan for experts (`model.ep_plan`) goes before that for all layers: each
+    rank has some experts whole. `save_pretrained` of the cut model writes whole weights.
 
     Raises:
         TypeError: if a style for linear layers is given to a layer of another class.
-        ValueError: if the model has no plan, if a style has no counterpart, or if tied parameters
-            would be cut differently. Applied: also where the ranks do not divide a width or the
-            heads, where ranks hold different models, and where the plan makes another model.
+        ValueError: if the model has no plan, or none for experts that it shall cut, if a style has
+            no counterpart, or if tied parameters would be cut differently. Applied: also where the
+            ranks do not divide a width or the heads, where ranks hold different models, and where
+            the plan makes another model.
     """
 
-    def __init__(self, model: nn.Module, *, check: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, check: bool = True, expert_parallel: bool = False
+    ) -> None:
         super().__init__()
         self.check = check
         self.kind = type(model).__name__
         if any(role_of(parameter).tp_shard_dim is not None for parameter in model.parameters()):
             raise ValueError(f"the {self.kind} is cut already")
-        self.styles = dict(_styles(model))
+        self.styles = dict(_styles(model, expert_parallel=expert_parallel))
         if not self.styles:
             raise ValueError(
                 f"{self.kind} has no tensor-parallel plan (its config's base_model_tp_plan), or "
@@ -154,15 +162,25 @@ class CutByOwnPlan(ParallelStyle):
                 mark(module.get_parameter(name), tp_grad="sum")
         if expected is not None:
             _check_parity(module, expected, axis)
+        made = {name: pieces[parameters[name]] for name in self.cuts}
+        known = {name: (tuple(piece.shape), role_of(piece)) for name, piece in made.items()}
+        cast(Pretrained, module).save_pretrained = partial(_save_whole, module, known, axis)
         return module
 
 
 _OTHERWISE = "or train the model as it is with lamina.fsdp.fully_shard(model)"
 
 
-def _styles(model: Pretrained) -> Iterator[tuple[str, str]]:
+def _styles(model: Pretrained, *, expert_parallel: bool) -> Iterator[tuple[str, str]]:
     """The names of modules and parameters that the plan has a style for."""
-    plan: Mapping[str, str] = model.tp_plan or {}
+    plan: dict[str, str] = dict(model.tp_plan or {})
+    if expert_parallel:
+        if not (experts := getattr(model, "ep_plan", None)):
+            raise ValueError(
+                f"{type(model).__name__} has no plan for experts (its config's "
+                "base_model_ep_plan): leave expert_parallel out, or set model.ep_plan"
+            )
+        plan |= experts
     patterns = [
         (re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()
     ]
@@ -203,6 +221,8 @@ def _check_style(model: nn.Module, name: str, style: str) -> None:
         wanted = "torch.nn.Embedding"
     elif style == "packed_rowwise":
         wanted = "a parameter"
+    elif style == "ep_dispatch_experts" and not hasattr(module, "num_experts"):
+        wanted = "stacked experts with num_experts"
     else:
         return
     raise TypeError(
@@ -317,6 +337,45 @@ def _unequal(
     return [name for name, high, negative in pairs if high + negative > bound * high]
 
 
+# ------------------------------------------------------------------------ whole weights
+
+
+def _save_whole(
+    model: Pretrained,
+    cut: Mapping[str, tuple[tuple[int, ...], Role]],
+    axis: MeshAxis,
+    directory: str | os.PathLike[str],
+    *,
+    state_dict: Mapping[str, Tensor] | None = None,
+    **options: Any,
+) -> None:
+    """`save_pretrained` of whole weights, which all ranks call; the program's first rank writes.
+
+    A model that `fully_shard` has cut as well needs `state_dict=full_parameters(model)`.
+    ValueError: a tensor that is cut over tp is not this rank's piece.
+    """
+    own = model.state_dict()
+    buffers = {name: each for name, each in model.named_buffers() if name in own}
+    state = own if state_dict is None else buffers | dict(state_dict)
+    whole: dict[Any, Tensor] = {}  # tied tensors stay one, as one name of them is written
+    for name, tensor in state.items():
+        shape, role = cut.get(name, (None, None))
+        if type(tensor) not in (Tensor, nn.Parameter) or shape not in (None, tuple(tensor.shape)):
+            raise ValueError(
+                f"{name} of the {type(model).__name__} is a {type(tensor).__name__} "
+                f"{tuple(tensor.shape)}, not the {shape or 'whole tensor'} that rank {axis.rank} "
+                f"of {axis.name} has: pass state_dict=lamina.ddp.full_parameters(model)"
+            )
+        if (place := (tensor.data_ptr(), tensor.shape)) not in whole:
+            joined = tensor.detach()
+            if role is not None and role.tp_shard_dim is not None:
+                pieces = start_all_gather(joined[None], axis.group, async_op=False).wait()
+                joined = join_weight(pieces.unbind(0), role.tp_shard_dim, role.tp_blocks)
+            whole[place] = joined.cpu()
+    written = {name: whole[each.data_ptr(), each.shape] for name, each in state.items()}
+    type(model).save_pretrained(model, directory, state_dict=written, **options)
+
+
 # ------------------------------------------------------------------------ activations
 
 
@@ -333,6 +392,13 @@ def _connect(model: Pretrained, name: str, style: str, axis: MeshAxis) -> None:
         module.register_forward_hook(partial(_leave_gathered, axis))
     elif style == "moe_tp_experts":
         module.register_forward_pre_hook(partial(_enter_experts, axis))
+        module.register_forward_hook(partial(_leave_sum, axis))
+    elif style == "ep_dispatch_experts":
+        module.num_experts //= axis.size
+        module._is_expert_parallel = (
+            True  # grouped products read this; a loop over experts does not
+        )
+        module.register_forward_pre_hook(partial(_enter_own_experts, axis))
         module.register_forward_hook(partial(_leave_sum, axis))
     elif style == "all_reduce":
         module.register_forward_hook(partial(_leave_sum, axis))
@@ -400,6 +466,16 @@ def _enter_experts(axis: MeshAxis, module: nn.Module, arguments: Arguments) -> A
         copy_to(each, axis.group) if isinstance(each, Tensor) and each.is_floating_point() else each
         for each in arguments
     )
+
+
+def _enter_own_experts(axis: MeshAxis, module: Any, arguments: Arguments) -> Arguments:
+    """All tokens are here, and some experts; a token's others have the number after the last."""
+    hidden, index, weights, *more = arguments
+    own = index - axis.rank * module.num_experts
+    elsewhere = (own < 0) | (own >= module.num_experts)
+    index = own.masked_fill(elsewhere, module.num_experts)
+    weights = copy_to(weights, axis.group).masked_fill(elsewhere, 0.0)
+    return (copy_to(hidden, axis.group), index, weights, *more)
 
 
 def _enter_shares(axis: MeshAxis, module: nn.Module, arguments: Arguments) -> Arguments:

@@ -21,6 +21,7 @@ from lamina.models import (
 )
 from lamina.models.huggingface.known_types import known_types
 from lamina.models.huggingface.model_types import Field, ModelType
+from lamina.models.mamba import ShortConvolution
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -59,6 +60,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2, "state_size": 8,
                "chunk_size": 8},
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8,
               "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8},
@@ -113,6 +115,7 @@ A_PART_EACH = {
     "afmoe": "gates of heads, a scale by a switch",
     "kolibri1": "experts chosen by logits",
     "axk1": "a norm after experts alone",
+    "lfm2": "short convolutions in the place of attention",
     "nemotron_h": "Mamba, attention, MLP and experts without gates in one stack",
 }
 
@@ -323,6 +326,8 @@ FIRST = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "
 def axes_of(config: TransformerConfig) -> str:
     """The axes over which tests train the parts that a model is made of."""
     axes = ["dp", "tp", "sp", "pp", *(["cp"] if config.mamba is None else [])]
+    if any(isinstance(each.attention, ShortConvolution) for each in config.distinct_layers):
+        axes = ["dp", "tp", "sp"]
     return ", ".join([*axes, *(["ep"] if config.moe is not None else [])])
 
 

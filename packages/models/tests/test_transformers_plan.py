@@ -95,7 +95,6 @@ UNCONVERTED = {
     "granitemoehybrid": "Mamba-2 or attention",
     "jamba": "Mamba-1, experts",
     "laguna": "gates of heads, norms of queries and keys, a shared expert",
-    "lfm2": "short convolutions",
     "llama4_text": "experts with input and output swapped",
     "minimax": "lightning attention",
     "phimoe": "a bias of the head",

@@ -244,7 +244,9 @@ class AttentionContext:
             pattern = over_positions(config.scores, index[-1:], kept, window, flex=False)
         local = tokens.shape[1] // (1 if cp is None else cp.size)
         runs = None
-        if document_ids is not None and config.mamba is not None:
+        kinds = [layer.attention_variant for layer in config.distinct_layers]
+        reads = any(kind is not None and kind.reads_documents for kind in kinds)
+        if document_ids is not None and (config.mamba is not None or reads):
             runs = document_runs(document_ids)
         others: list[AttentionContext] = []
         for layer in config.distinct_layers if config.layers else ():

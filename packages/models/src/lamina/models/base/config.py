@@ -122,12 +122,14 @@ class AttentionVariant(LayerPart):
         yarn_scales_scores: whether Hugging Face's model folds YaRN's magnitude into the scale of
             the scores, as DeepSeek's does.
         takes_scores: whether the module applies `TransformerConfig.scores`.
+        reads_documents: whether the module reads `context.runs`.
     """
 
     context_parallel: ClassVar[tuple[ContextParallel, ...]] = get_args(ContextParallel)
     huggingface_type: ClassVar[str | None] = None
     yarn_scales_scores: ClassVar[bool] = False
     takes_scores: ClassVar[bool] = False
+    reads_documents: ClassVar[bool] = False
 
     def products_per_pair(self, config: TransformerConfig) -> int:
         """Count the multiplications for one pair of a query and a key that it attends to."""

@@ -12,6 +12,7 @@ from lamina.models.attention.gated_attention import GatedAttention
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.elements import AttentionScores
 from lamina.models.huggingface.model_types import REQUIRED, Field, ModelType
+from lamina.models.mamba.short_convolution import ShortConvolution
 
 
 def _first_layers(dense: Sequence[int]) -> int:
@@ -29,6 +30,16 @@ def _softcap(value: float) -> AttentionScores:
     return AttentionScores(softcap=value)
 
 
+def _lfm2_width(
+    width: int, adjusted: bool | None, factor: float | None, multiple: int | None
+) -> int:
+    """LFM2's inner width; its config has that of an MLP of as many parameters without a gate."""
+    if adjusted is False:
+        return width
+    width, multiple = int((factor or 1.0) * int(2 * width / 3)), multiple or 256
+    return multiple * -(-width // multiple)
+
+
 CONVERSIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "float": (float, _same),
     "length": (len, _same),
@@ -38,6 +49,7 @@ CONVERSIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "inverse_root": (lambda x: x**-0.5, lambda x: round(x**-2)),
     "first_layers": (_first_layers, lambda number: list(range(number))),
     "from_least": (lambda least: (least, math.inf), lambda limit: limit[0]),
+    "lfm2_width": (_lfm2_width, lambda width, *_: width),
     "softcap": (_softcap, lambda scores: None if scores is None else scores.softcap),
     "part_of_head": (
         lambda turned, width, heads: turned * heads / width,
@@ -93,6 +105,9 @@ ORDERS = {"by_head": by_head, "in_four_parts": in_four_parts, "halves_swapped": 
 PARTS: dict[str, Callable[..., Any]] = {"scores": AttentionScores, "attention": GatedAttention}
 """Fields that hold a part: a table in `constants` has its arguments."""
 
+LAYER_PARTS: dict[Any, Any] = {"short_convolution": ShortConvolution()}
+"""Parts that a kind of layer has, by the names that `layers` gives them."""
+
 
 @cache
 def known_types() -> Mapping[str, ModelType]:
@@ -121,6 +136,11 @@ def _type_of_table(
     for key, value in made.get("constants", {}).items():
         if isinstance(value, dict):
             made["constants"][key] = PARTS[key](**value)
+    for key, kinds in made.get("layers", {}).items():
+        made["layers"][key] = {
+            kind: {ours: LAYER_PARTS.get(value, value) for ours, value in own.items()}
+            for kind, own in kinds.items()
+        }
     made["fused"] = {module: ORDERS[order] for module, order in made.get("fused", {}).items()}
     return ModelType(name=name, **made)
 

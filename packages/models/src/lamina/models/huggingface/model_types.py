@@ -122,6 +122,7 @@ class ModelType:
         nested_rope: whether `rope_parameters` are given for each of its `layer_types`.
         ignored: names of `config.json` that change nothing in a model of this type.
         refused: names, with the only value that is known here.
+        written: names, with the value that is written; of what is read, fields ask for them.
     """
 
     name: str
@@ -146,6 +147,7 @@ class ModelType:
     nested_rope: bool = False
     ignored: tuple[str, ...] = ()
     refused: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ours = {"of TransformerConfig": (TransformerConfig, (self.constants, self.fields)),
@@ -177,7 +179,7 @@ class ModelType:
         latent = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"}
         latent |= {"v_head_dim", "rope_interleave"}
         names |= latent if self.latent else set()
-        names |= {*self.values, *self.equal}
+        names |= {*self.values, *self.equal, *self.written}
         return names | {*self.layers, *self.ignored, *self.refused, "layer_types"}
 
     # ------------------------------------------------------------------ config.json to config
@@ -293,7 +295,7 @@ class ModelType:
                 others = [written.get(name) for name in where.of]
                 written[where.name] = where.write(values[ours], *others)
         written |= {name: written[other] for name, other in self.equal.items()}
-        written |= dict(self.refused)
+        written |= {**self.refused, **self.written}
         layers = range(config.num_layers)
         if self.rope and not self.nested_rope:
             written["rope_parameters"] = written_rope(config)

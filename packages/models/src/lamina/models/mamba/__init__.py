@@ -1,7 +1,15 @@
-"""Mamba-2: the mixer, its state, its scans."""
+"""Mamba-2: the mixer, its state, its scans; and short convolutions."""
 
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.mamba.block import MambaMixer, MambaState
 from lamina.models.mamba.scan import chunked_scan, scan_step
+from lamina.models.mamba.short_convolution import ShortConvolution
 
-__all__ = ["MambaConfig", "MambaMixer", "MambaState", "chunked_scan", "scan_step"]
+__all__ = [
+    "MambaConfig",
+    "MambaMixer",
+    "MambaState",
+    "ShortConvolution",
+    "chunked_scan",
+    "scan_step",
+]

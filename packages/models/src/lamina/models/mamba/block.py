@@ -36,7 +36,7 @@ _silu = ACTIVATIONS["silu"]
 
 
 class CausalConvolution(FixedSums, nn.Module):
-    """A causal convolution of each channel over the last `taps` tokens, then SiLU.
+    """A causal convolution of each channel over the last `taps` tokens, then SiLU if `activated`.
 
     `weight` is `[channels, 1, taps]` as in `nn.Conv1d`; the last tap is that of the token itself.
     `blocks` are the numbers of channels, over all ranks of the axis, of x, B and C, each of which
@@ -44,9 +44,16 @@ class CausalConvolution(FixedSums, nn.Module):
     """
 
     def __init__(
-        self, blocks: tuple[int, ...], taps: int, axis: MeshAxis | None, *, bias: bool
+        self,
+        blocks: tuple[int, ...],
+        taps: int,
+        axis: MeshAxis | None,
+        *,
+        bias: bool,
+        activated: bool = True,
     ) -> None:
         super().__init__()
+        self.activated = activated
         self.axis = axis
         self.blocks = blocks
         self.init_seed: int | None = None
@@ -83,13 +90,15 @@ class CausalConvolution(FixedSums, nn.Module):
                 before = F.pad(runs, (taps - 1 - tap, 0), value=-1)[:, :length]
                 term = term * (before == runs).unsqueeze(-1)
             y = y + term
-        return F.silu(y if bias is None else y + bias)
+        y = y if bias is None else y + bias
+        return F.silu(y) if self.activated else y
 
     def step(self, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
         """Compute one token `[batch, channels]`, given `window [batch, taps - 1, channels]`."""
         inputs = torch.cat((window, x.unsqueeze(1)), dim=1)
         y = (inputs * self.weight[:, 0].t()).sum(dim=1)
-        return F.silu(y if self.bias is None else y + self.bias), inputs[:, 1:]
+        y = y if self.bias is None else y + self.bias
+        return F.silu(y) if self.activated else y, inputs[:, 1:]
 
 
 class StateSpaceScan(FixedSums, nn.Module):

@@ -16,7 +16,7 @@ from lamina.ddp import (
     full_parameters,
 )
 from lamina.mesh import ParallelLayout
-from lamina_testing import device_type, parity
+from lamina_testing import device_type, not_freed, parity
 from lamina_testing.oracles import bit_oracle
 from lamina_testing.parity import (
     MODELS,
@@ -381,6 +381,6 @@ def test_deleting_the_wrapper_frees_it_without_the_garbage_collector(sharded, ra
         watched = [weakref.ref(wrapped), weakref.ref(wrapped.module.blocks[0])]
         watched += [weakref.ref(group) for group in wrapped.parameter_groups()]
         del wrapped, stepper
-        assert [w() for w in watched if w() is not None] == []
+        assert not_freed(watched) == []
     finally:
         gc.enable()

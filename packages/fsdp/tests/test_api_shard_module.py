@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from lamina.collectives import Ledger
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import UnavailableError, fully_shard, fully_shard_optimizer, shard_module
+from lamina_testing import not_freed
 from lamina_testing.toys import Block, OddNet, TiedNet, inputs
 
 from .module_models import assert_same, build, loss_of, mesh_of, one_line, run, sgd, sharded
@@ -324,7 +325,7 @@ def test_deleting_the_model_frees_it(ranks):
         loss_of(model, 0, ranks.rank).backward()
         watched = [weakref.ref(model), *map(weakref.ref, model.parameter_groups())]
         del model
-        assert [w() for w in watched if w() is not None] == []
+        assert not_freed(watched) == []
     finally:
         gc.enable()
 

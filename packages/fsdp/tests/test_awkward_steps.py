@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import fully_shard
-from lamina_testing import device_type
+from lamina_testing import device_type, not_freed
 from lamina_testing.toys import Block, OddNet, inputs
 
 from .one_process import (
@@ -184,7 +184,7 @@ def test_deleting_the_model_frees_it_without_the_garbage_collector(strategy, ran
         watched = [weakref.ref(model), weakref.ref(model.blocks[0].up)]
         watched += [weakref.ref(g) for g in model.parameter_groups()]
         del model, optimizer
-        assert [w() for w in watched if w() is not None] == []
+        assert not_freed(watched) == []
     finally:
         gc.enable()
 

@@ -26,7 +26,7 @@ ACCESSES = {
     "sum": lambda t: t.sum(),
     "clone": lambda t: t.clone(),
     "tolist": lambda t: t.tolist(),
-    "numpy": lambda t: t.numpy(),
+    "numpy": lambda t: t.cpu().numpy(),  # on a CPU the first is the tensor itself
     "address": lambda t: t.data_ptr(),
     "foreach": lambda t: torch._foreach_norm([t]),
     "product": lambda t: t.reshape(-1) @ torch.ones(t.numel()),

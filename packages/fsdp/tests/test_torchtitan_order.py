@@ -205,7 +205,7 @@ def parallelize_llama(mesh, fully_shard, *, compiled: bool) -> Transformer:
     model.to_empty(device=device_type())
     torch.manual_seed(0)
     with torch.no_grad():
-        model.init_weights(buffer_device="cpu")
+        model.init_weights(buffer_device=device_type())
     model.train()
     return model
 

@@ -19,17 +19,27 @@ def build():
     return OddNet()
 
 
-def sgd(model, **settings):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, **settings)
+def sgd(model, made_by=torch.optim.SGD, **settings):
+    return made_by(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, **settings)
+
+
+class AsOnGPU(torch.optim.SGD):
+    """Zeroes gradients without counting it, as `torch._foreach_zero_` does on a GPU."""
+
+    def zero_grad(self, set_to_none=True):
+        parameters = (p for group in self.param_groups for p in group["params"])
+        grads = tuple(p.grad for p in parameters if p.grad is not None)
+        with torch.autograd._unsafe_preserve_version_counter(grads):
+            super().zero_grad(set_to_none)
 
 
 def loss_of(model, number, rank):
     return model(inputs(model, 10 * number + rank)).square().mean()
 
 
-def shard(world, outer=None, **settings):
+def shard(world, outer=None, made_by=torch.optim.SGD, **settings):
     model = build()
-    optimizer = sgd(model, foreach=outer is None)
+    optimizer = sgd(model, made_by, foreach=outer is None)
     if outer is None:
         mesh = {"device_mesh": init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))}
     else:
@@ -49,6 +59,7 @@ CASES = {
     2: [
         {"zero_dp_strategy": 0},
         {"zero_dp_strategy": 0, "reproducible": True},
+        {"zero_dp_strategy": 0, "made_by": AsOnGPU},
         {"zero_dp_strategy": 1},
         {"zero_dp_strategy": 2},
         {"zero_dp_strategy": 3, "reproducible": True},

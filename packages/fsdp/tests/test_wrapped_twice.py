@@ -1,5 +1,7 @@
 """What somebody wrapped already, we or another library, is refused by every wrapper."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
@@ -13,7 +15,7 @@ from lamina.fsdp import (
     shard_module,
 )
 from lamina.mesh import ParallelLayout
-from lamina_testing import device_type
+from lamina_testing import device_type, not_freed
 
 
 def build():
@@ -70,5 +72,7 @@ def test_what_was_wrapped_and_let_go_is_wrapped_again(ranks, again):
     model = build()
     wrapper = DistributedDataParallel(model)
     wrapper(torch.ones(2, 4)).sum().backward()
+    groups = [weakref.ref(group) for group in wrapper.parameter_groups()]
     del wrapper
+    assert not_freed(groups) == []
     OURS[again](model)

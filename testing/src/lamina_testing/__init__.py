@@ -14,7 +14,7 @@ from lamina_testing.ranks import Ranks, device_type
 if TYPE_CHECKING:
     from lamina_testing import oracles
     from lamina_testing.delays import delayed_collectives
-    from lamina_testing.meter import Meter, live_bytes, live_storages
+    from lamina_testing.meter import Meter, live_bytes, live_storages, not_freed
     from lamina_testing.oracles import bit_oracle, whole_batch_oracle
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "device_type",
     "live_bytes",
     "live_storages",
+    "not_freed",
     "oracles",
     "whole_batch_oracle",
 ]
@@ -33,6 +34,7 @@ _HOME = {
     "Meter": "meter",
     "live_bytes": "meter",
     "live_storages": "meter",
+    "not_freed": "meter",
     "bit_oracle": "oracles",
     "whole_batch_oracle": "oracles",
     "delayed_collectives": "delays",

@@ -13,8 +13,10 @@ of its own, and hands them the modes of the thread that called `backward`.
 from __future__ import annotations
 
 import gc
+import time
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -171,6 +173,18 @@ def live_storages() -> dict[int, int]:
 def live_bytes() -> int:
     """Return the sum of `live_storages`."""
     return sum(live_storages().values())
+
+
+def not_freed(watched: Iterable[weakref.ref[Any]], seconds: float = 5.0) -> list[object]:
+    """Return the objects that are alive still when no thread of autograd's can hold them.
+
+    On a GPU a backward ends on a thread of autograd's. It drops the last references a moment after
+    `backward()` has returned, so what is not free at once is looked at again for some seconds.
+    """
+    watched, end = list(watched), time.monotonic() + seconds
+    while any(each() is not None for each in watched) and time.monotonic() < end:
+        time.sleep(0.01)
+    return [each() for each in watched if each() is not None]
 
 
 def _collect_garbage() -> None:

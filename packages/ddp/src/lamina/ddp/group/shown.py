@@ -420,6 +420,10 @@ class ShownGradients:
         """The gradients are as the engine left them: `squares` holds until they change."""
         self._known = self._versions()
 
+    def note_uncounted_write(self) -> None:
+        """Somebody has written to the gradients where no version counter tells it."""
+        self._known = (-1, -1)  # no count is negative
+
     @property
     def written_since(self) -> bool:
         """Whether anything has written to the gradients since `note` (see `squares`)."""

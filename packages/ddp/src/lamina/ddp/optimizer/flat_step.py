@@ -11,8 +11,12 @@ Note [Steps that raise]
 torch calls a step's post-hooks only where the step returns. A step that raised (memory ran out
 while it made its state, say) leaves the borrowed parameters in the groups. So whatever comes next
 puts the user's parameters back first: another step, `state_dict`, `load_state_dict` or `zero_grad`.
-The optimizer has no hook for `zero_grad`, which would leave the user's gradients to be added to.
-While its groups are borrowed, the optimizer object has a `zero_grad` of its own.
+The last of these has no hook, so the optimizer object gets a `zero_grad` of its own.
+
+Note [Zeros that torch does not count]
+Writes to gradients that wait for the step's last microbatch are noticed by version counters (see
+Note [Zeros that tell zeroing]). On a GPU `zero_grad(set_to_none=False)` of a foreach or fused
+optimizer calls `torch._foreach_zero_`, which changes no counter there. So that `zero_grad` says it.
 
 Note [Hooks of the user]
 A user's pre-hook comes after ours, as it is registered later. It reads and changes the user's
@@ -35,6 +39,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import is_, methodcaller
 from typing import Any, NamedTuple
 
@@ -76,7 +81,7 @@ class BorrowedGroups(ABC):
         self._reducers: list[GradientReducer] = []
         self._after_step: list[Callable[[], None]] = []
         self._users: list[list[nn.Parameter]] = []  # parameters, while the groups hold others
-        self._zero_grad: Any = None
+        self._replace_zero_grad(optimizer)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
         optimizer.register_state_dict_pre_hook(self.restore)
@@ -101,6 +106,21 @@ class BorrowedGroups(ABC):
             if group.requires_grad:
                 self.trained.append(group)
         self._prepare(groups)
+
+    def _replace_zero_grad(self, optimizer: Optimizer) -> None:
+        inner, reference = optimizer.__dict__.get(_ZERO_GRAD), weakref.ref(optimizer)
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            """Zero the user's gradients: a step that raised has left others in the groups."""
+            if (own := reference()) is None:
+                return
+            self.restore(own)
+            (inner or partial(type(own).zero_grad, own))(*args, **kwargs)
+            if not kwargs.get("set_to_none", args[0] if args else True):
+                for group in self.trained:  # see Note [Zeros that torch does not count]
+                    group.shown.note_uncounted_write()
+
+        optimizer.__dict__[_ZERO_GRAD] = zero_grad
 
     @contextmanager
     def for_state_alone(self) -> Iterator[None]:
@@ -179,16 +199,6 @@ class BorrowedGroups(ABC):
                     group.writes.refuse_assigned(group.refs)
         # The lists are copied: a user may hold the very list that a group was made with.
         self._users = [list(settings["params"]) for settings in optimizer.param_groups]
-        self._zero_grad = optimizer.__dict__.get(_ZERO_GRAD)
-        reference = weakref.ref(optimizer)
-
-        def zero_grad(*args: Any, **kwargs: Any) -> None:  # see Note [Steps that raise]
-            """Zero the user's gradients; a step that raised has left others."""
-            if (own := reference()) is not None:
-                self.restore(own)
-                own.zero_grad(*args, **kwargs)
-
-        optimizer.__dict__[_ZERO_GRAD] = zero_grad
         for number, settings in enumerate(optimizer.param_groups):
             settings["params"] = self._lend(number, settings, optimizer)
 
@@ -196,9 +206,6 @@ class BorrowedGroups(ABC):
         users, self._users = self._users, []
         for settings, parameters in zip(optimizer.param_groups, users, strict=False):
             settings["params"] = parameters
-        optimizer.__dict__.pop(_ZERO_GRAD, None)
-        if self._zero_grad is not None:
-            optimizer.__dict__[_ZERO_GRAD] = self._zero_grad
         self._collect(optimizer, stepped=stepped)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

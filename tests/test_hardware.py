@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tasks.hardware import command
 from tasks.hardware.plan import Step, choose, gpu, parts, validate
-from tasks.hardware.running import run_all
+from tasks.hardware.running import run_all, run_step
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB = "examples/pretrain/train.py"
@@ -214,6 +214,18 @@ def test_a_run_of_pytest_in_which_all_is_skipped_has_shown_nothing(tmp_path):
     found = json.loads((tmp_path / "out/gpu/report.json").read_text())
     assert found["steps"][0]["reason"].startswith("no test ran: ")
     assert run([pytest_step], tmp_path, "--rehearse") == 0
+
+
+def test_a_layer_without_tests_for_so_many_ranks_is_left_out(tmp_path):
+    test = tmp_path / "test_none.py"
+    test.write_text("import pytest\n@pytest.mark.ranks(2)\ndef test_it(): ...\n")
+    step = Step("nccl", "8 ranks", f"pytest {test} --backend=gloo --world-size=8")
+    words = step.command(False, sys.executable, "")
+    outcome = run_step(step, words, 60, tmp_path / "log", command.environment())
+    assert (outcome.state, outcome.reason) == (
+        "left out",
+        "the layer has no test for so many ranks",
+    )
 
 
 def test_a_rehearsal_on_a_virtual_gpu_runs_the_commands_of_a_gpu(tmp_path, monkeypatch):

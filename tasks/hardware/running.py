@@ -87,6 +87,10 @@ def run_all(
             yield run(step, min(left, step.limit * (PATIENCE if rehearsal else 1)))
 
 
+NO_TESTS = 5
+"""pytest's exit code where the marks and options have chosen none."""
+
+
 def run_step(
     step: Step,
     words: Sequence[str],
@@ -126,6 +130,8 @@ def run_step(
         outcome.tests = {k.lower(): n for k, n in Counter(kind for _, kind in found).items()}
     if code is None:
         outcome.state, outcome.reason = "stopped", f"after {limit:.0f} s{last_test(step, text)}"
+    elif step.is_pytest and code == NO_TESTS and not outcome.tests:
+        outcome.state, outcome.reason = "left out", "the layer has no test for so many ranks"
     elif code:
         outcome.state, outcome.reason = "failed", why(step, text, code)
     elif step.is_pytest and not skips_count and not outcome.tests.get("passed"):

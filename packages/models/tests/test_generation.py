@@ -25,8 +25,9 @@ def test_ranks_of_one_sequence_sample_the_same_tokens(axis, ranks):
     with seed_everything(3, mesh):
         model = GPTModel(CONFIG, mesh)
     # Along cp generators differ by now; along tp a user's may.
-    generators = {"cp": None, "tp": torch.Generator().manual_seed(ranks.rank)}
-    found = generate(model, PROMPT, 8, generator=generators[axis])
+    generators = {"cp": None, "tp": torch.Generator(device_type()).manual_seed(ranks.rank)}
+    prompt = PROMPT.to(device_type())
+    found = generate(model, prompt, 8, generator=generators[axis])
     both = [torch.empty_like(found) for _ in range(2)]
     dist.all_gather(both, found)
     assert torch.equal(*both)
@@ -36,10 +37,10 @@ def test_ranks_of_one_sequence_sample_the_same_tokens(axis, ranks):
             with pytest.raises(
                 ValueError, match=f"context_length is {length}: .* at least 4, into"
             ):
-                generate(model, PROMPT, 1, context_length=length)
+                generate(model, prompt, 1, context_length=length)
     for length in (-2, 0):
         with pytest.raises(ValueError, match=f"context_length is {length}: .* at least"):
-            generate(GPTModel(CONFIG), PROMPT, 1, context_length=length)
+            generate(GPTModel(CONFIG), prompt, 1, context_length=length)
 
 
 def test_every_module_goes_back_to_its_own_mode(monkeypatch):

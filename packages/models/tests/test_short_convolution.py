@@ -54,7 +54,8 @@ def test_channels_cut_over_ranks_train_like_one_process(sequence_parallel):
     axis = mesh_axis(mesh, "tp")
     config = replace(CONFIG, sequence_parallel=sequence_parallel)
     whole, model = GPTModel(config, seed=1).double(), GPTModel(config, mesh, seed=1).double()
-    losses = [each(TEXT[:, :-1], TEXT[:, 1:], document_ids=DOCUMENTS) for each in (whole, model)]
+    text, documents = TEXT.to(device_type()), DOCUMENTS.to(device_type())
+    losses = [each(text[:, :-1], text[:, 1:], document_ids=documents) for each in (whole, model)]
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-12)
     for loss in losses:
         loss.backward()

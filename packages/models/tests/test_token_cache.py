@@ -92,7 +92,8 @@ def test_ranks_of_tp_write_what_one_process_writes(name, sequence_parallel, rank
     config = replace(CONFIGS[name], init_std=0.2, sequence_parallel=sequence_parallel)
     wanted = GPTModel(replace(config, sequence_parallel=False), seed=1).double()
     model = GPTModel(config, mesh, seed=1).double()
-    for prompt in (TOKENS[:, :5], TOKENS[:1, :4]):  # one row is repeated where ranks share tokens
+    tokens = TOKENS.to(device_type())
+    for prompt in (tokens[:, :5], tokens[:1, :4]):  # one row is repeated where ranks share tokens
         with mock.patch.object(GPTModel, "caches", False):
             expected = generate(wanted, prompt, 8, temperature=0.0)
         assert torch.equal(generate(model, prompt, 8, temperature=0.0), expected)
@@ -153,9 +154,10 @@ def test_a_model_trains_on_what_it_wrote_as_if_it_had_written_nothing(name):
 def test_a_sharded_model_is_gathered_once(ranks):
     plain = GPTModel(replace(CONFIG, init_std=0.2), seed=1)
     model = fully_shard(GPTModel(replace(CONFIG, init_std=0.2), seed=1))
+    prompt = TOKENS[:, :5].to(device_type())
     with Ledger() as ledger:
-        found = generate(model, TOKENS[:, :5], 8, temperature=0.0)
-    assert torch.equal(found, generate(plain, TOKENS[:, :5], 8, temperature=0.0))
+        found = generate(model, prompt, 8, temperature=0.0)
+    assert torch.equal(found, generate(plain, prompt, 8, temperature=0.0))
     gathers = [record for record in ledger.records if record.op.startswith("all_gather")]
     units = len(model.sharding_engine.units)
     assert 0 < len(gathers) <= units, "some unit was gathered for more than one token"

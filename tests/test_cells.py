@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 from tasks.bootstrap import LAYERS
 from tasks.matrix.cells import Cell, Devices, Torch, choose, plan
-from tasks.matrix.history import load, merge
+from tasks.matrix.history import VIRTUAL, load, merge
 from tasks.matrix.page import compatibility, junit, markdown, to_html, write
 from tasks.matrix.running import Bench, Progress
 
@@ -215,6 +215,22 @@ def test_the_page_says_what_ran_when_and_what_never_did(tree):
     html = to_html(page)
     assert html.count("<tr>") == sum(line.startswith("|") for line in page.splitlines()) - 2
     assert "class='passed'>4 passed, 1 skipped" in html
+
+
+def test_a_cell_of_virtual_gpus_is_marked_and_takes_no_real_ones_place(tree):
+    ended, _, _, planned = run(tree)
+    cell = Cell("mesh", "nccl", 2, "2.13")
+    real = ended.run.__class__(**{**vars(ended.run), "cell": cell, "machine": "2 cores, 2 x H200"})
+    virtual = ended.run.__class__(**{**vars(real), "machine": f"{VIRTUAL}, at-once", "commit": "v"})
+    (kept,) = merge([real], [virtual])
+    assert kept == real
+    assert "virtual:" not in markdown([real], planned)
+    (kept,) = merge([virtual], [real])
+    assert kept.machine == real.machine
+    (kept,) = merge([], [virtual])
+    page = markdown([kept], planned)
+    assert "| virtual: 4 passed, 1 skipped" in page
+    assert f"| {virtual.date} | `v` | {VIRTUAL}, at-once" in page
 
 
 def test_a_run_with_options_of_pytest_leaves_the_cells_own_run_alone(tree):

@@ -21,6 +21,7 @@ from tasks.matrix.cells import Cell
 from tasks.matrix.record import Result, read_results
 
 OUTCOMES = ("passed", "failed", "skipped")
+VIRTUAL = "virtual GPU"  # the machine of a run begins so
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Run:
         date: day, as YYYY-MM-DD.
         seconds: of all its tests.
         counts: outcome -> number of tests.
-        machine: cores and GPUs.
+        machine: cores and GPUs; `VIRTUAL` and in which orders work was done, if there are none.
         versions: of python, torch, triton and transformer_engine.
     """
 
@@ -51,6 +52,11 @@ class Run:
     def passed(self) -> bool:
         """Whether no test failed."""
         return not self.counts.get("failed")
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether its GPUs were virtual ones."""
+        return self.machine.startswith(VIRTUAL)
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -142,8 +148,14 @@ def load(path: Path) -> list[Run]:
 
 
 def merge(kept: Iterable[Run], new: Iterable[Run]) -> list[Run]:
-    """Return the last run of each cell: a new one takes the place of a kept one."""
-    last = {run.key: run for run in (*kept, *new)}
+    """Return the last run of each cell: a new one takes the place of a kept one.
+
+    A run on virtual GPUs does not take the place of one on real ones.
+    """
+    last: dict[tuple[str, ...], Run] = {}
+    for run in (*kept, *new):
+        if not run.is_virtual or run.key not in last or last[run.key].is_virtual:
+            last[run.key] = run
     return [last[key] for key in sorted(last)]
 
 

@@ -28,7 +28,8 @@ def in_cell(run: Run | None) -> str:
     """Return what a run shows in the grid."""
     if run is None:
         return "never"
-    return f"{run.summary()}, {run.seconds:.0f} s" if run.counts else "no tests"
+    mark = "virtual: " if run.is_virtual else ""
+    return f"{mark}{run.summary()}, {run.seconds:.0f} s" if run.counts else "no tests"
 
 
 def grids(runs: Sequence[Run]) -> Iterable[str]:
@@ -80,7 +81,9 @@ def markdown(runs: Sequence[Run], planned: Sequence[Planned]) -> str:
         [
             "# The cells of the matrix\n",
             "Each layer's own tests on one backend, world size and version of torch.",
-            f"{MADE_BY}\n",
+            f"{MADE_BY}",
+            "Cells with the mark `virtual` ran on the [virtual GPU](../virtual-gpu.md), by",
+            "`python3 noxfile.py -s virtual-gpu -- tests --keep`.\n",
             f"Written on {time.strftime('%Y-%m-%d')}. A commit with `+` had changes of its own.\n",
             *grids(runs),
             never_ran(runs, planned),
@@ -226,16 +229,23 @@ def write(
         keep: whether `docs/records/` gets the runs and their pages.
     """
     page = markdown(runs, planned)
-    local, records = root / ".matrix", root / "docs" / "records"
+    local = root / ".matrix"
     local.mkdir(exist_ok=True)
     files = {
         local / "cells.md": page,
         local / "cells.html": to_html(page),
         local / "junit.xml": junit(ended),
     }
-    if keep:
-        save(records / "cells.json", runs)
-        files |= {records / "cells.md": page, records / "compatibility.md": compatibility(runs)}
     for path, text in files.items():
         path.write_text(text)
-    return list(files)
+    return [*files, *(write_records(root, runs, planned) if keep else ())]
+
+
+def write_records(root: Path, runs: Sequence[Run], planned: Sequence[Planned]) -> list[Path]:
+    """Write the runs that are kept, and their pages; return the pages' places."""
+    records = root / "docs" / "records"
+    save(records / "cells.json", runs)
+    pages = {"cells.md": markdown(runs, planned), "compatibility.md": compatibility(runs)}
+    for name, text in pages.items():
+        (records / name).write_text(text)
+    return [records / name for name in pages]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 
 import nox
 
@@ -47,11 +48,10 @@ def matrix(session: nox.Session) -> None:
 
 def cells(session: nox.Session, known: argparse.Namespace, rest: list[str]) -> None:
     """Plan, run and report the cells."""
-    with_tests = [layer for layer in LAYERS if (ROOT / "packages" / layer / "tests").is_dir()]
     torches = environments()
     devices = Devices.find(SHARED.python)
     part, _, parts = known.shard.partition("/")
-    everything = plan(with_tests, devices, torches, supported())
+    everything = all_cells(devices, torches)
     try:
         words, others = split(rest, everything)
         planned = choose(everything, words, (int(part), int(parts)))
@@ -76,6 +76,12 @@ def cells(session: nox.Session, known: argparse.Namespace, rest: list[str]) -> N
     close(planned, sum(entry.failed for entry in ended))
     if any(entry.failed for entry in ended):
         session.error("cells that failed: " + ", ".join(e.cell.name for e in ended if e.failed))
+
+
+def all_cells(devices: Devices, torches: Iterable[str]) -> list[Planned]:
+    """Return the cells of all layers, on devices and with environments of versions of torch."""
+    with_tests = [layer for layer in LAYERS if (ROOT / "packages" / layer / "tests").is_dir()]
+    return plan(with_tests, devices, torches, supported())
 
 
 def split(rest: list[str], planned: list[Planned]) -> tuple[list[str], list[str]]:

@@ -38,6 +38,7 @@ MARKED = {
     ),
     "registration": ("packages/collectives/tests/test_registration.py",),
 }
+OK, FAILED, NO_TESTS = 0, 1, 5  # pytest's exit codes
 PLUGINS = ("-p", "lamina_testing.plugin", "-q", "--tb=short", "-o", "faulthandler_timeout=240")
 
 
@@ -72,17 +73,22 @@ def parts(order: str = "none") -> list[Part]:
     return found
 
 
-def run(part: Part, seconds: float) -> None:
-    """Run a part for so long; what has ended without a failure before is not run again."""
+def run(part: Part, seconds: float) -> bool:
+    """Run a part for so long; what has ended without a failure before is not run again.
+
+    Returns whether it came to its end: no test of it is left.
+    """
     RESULTS.mkdir(exist_ok=True)
     env = {**os.environ, **part.settings}
     more = ["--results", str(part.results)]
     command = [sys.executable, "-m", "pytest", *PLUGINS, *part.words, *more]
     with subprocess.Popen(command, cwd=ROOT, env=env) as process:
         try:
-            process.wait(None if math.isinf(seconds) else seconds)
+            # Else pytest was interrupted, did not begin, or did not end.
+            return process.wait(None if math.isinf(seconds) else seconds) in (OK, FAILED, NO_TESTS)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)  # pytest ends its ranks, and says what has run
+    return False
 
 
 def page(chosen: Sequence[Part]) -> Iterator[str]:

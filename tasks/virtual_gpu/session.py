@@ -10,7 +10,11 @@ from pathlib import Path
 import nox
 
 from tasks.bootstrap import HOUSE, LAYERS, ROOT, locked
-from tasks.environment import CHILD_ENV
+from tasks.environment import CHILD_ENV, SHARED
+from tasks.matrix.cells import Devices
+from tasks.matrix.history import load
+from tasks.matrix.page import write_records
+from tasks.matrix.session import RECORD, all_cells, environments
 
 OUT_OF_REACH = 69
 SOURCES = ROOT / "testing" / "virtual_gpu" / "src"
@@ -64,4 +68,9 @@ def virtual_gpu(session: nox.Session) -> None:
         command = [str(python), "-m", f"tasks.virtual_gpu.{module}", *words]
     else:
         command = [str(python), "-m", "pytest", "-q", *TESTS, *words]
-    session.run(*command, external=True, env=CHILD_ENV)
+    try:
+        session.run(*command, external=True, env=CHILD_ENV)
+    finally:
+        if what == "tests" and "--keep" in words:  # failed tests are kept too
+            cells = all_cells(Devices.find(SHARED.python), environments())
+            write_records(ROOT, load(RECORD), cells)

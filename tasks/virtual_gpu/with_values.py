@@ -5,7 +5,8 @@ and each layer's cells of NCCL on 1, 2 and 4 ranks, at once and under an adversa
 the commit's. It ends after 60 minutes (`--minutes`); every part has its turn, and the next run goes
 on where this one ended. `-- tests --slow` has five seeds and 8 ranks too. `-- tests --ci` is a
 sample at once, of some two minutes. `-- tests ddp-2` chooses parts. `--keep` writes the section
-"With values" of `docs/records/virtual-gpu.md`.
+"With values" of `docs/records/virtual-gpu.md`, and enters the cells that ran whole in
+`docs/records/cells.json`; the task then writes `cells.md` anew.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import functools
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.bootstrap import LAYERS
-from tasks.matrix.history import state_of
+from tasks.matrix.cells import Cell, Torch
+from tasks.matrix.history import OUTCOMES, VIRTUAL, Run, commit_of, load, merge, save, state_of
 from tasks.matrix.record import Result, read_results
 from tasks.virtual_gpu.everything import MARKED, RECORD, RESULTS, ROOT, Part, run
 
+CELLS = RECORD.with_name("cells.json")
 HEADING = "## With values\n"
 END = "<!-- end of the section that `-- tests --keep` writes -->\n"
 WORLDS, SLOW_WORLDS = (1, 2, 4), (1, 2, 4, 8)
@@ -53,10 +56,19 @@ class Computed(Part):
     seed: int = 0
 
     @property
+    def kind(self) -> str:
+        """Return its order, with the seed of an adversary."""
+        return f"{self.order}-{self.seed}" if self.order == "adversarial" else self.order
+
+    @property
     def results(self) -> Path:
         """Return the file that has each test's result at this state of the sources."""
-        kind = f"{self.order}-{self.seed}" if self.order == "adversarial" else self.order
-        return RESULTS / state() / f"{self.name}-{kind}.jsonl"
+        return RESULTS / state() / f"{self.name}-{self.kind}.jsonl"
+
+    @property
+    def whole(self) -> Path:
+        """Return the file that is there once the part has come to its end on these sources."""
+        return self.results.with_suffix(".whole")
 
     @property
     def settings(self) -> dict[str, str]:
@@ -132,6 +144,43 @@ def page(chosen: Sequence[Computed]) -> Iterator[str]:
         yield f"- `{result.case}` ({part.order}, {part.seed}): `{reason}`"
 
 
+def runs_of(chosen: Sequence[Computed]) -> list[Run]:
+    """Return what the cells have shown that came to their end, for the page of cells.
+
+    A test that failed in one order has failed.
+    """
+    torch = Torch.of(Path(sys.executable))
+    if torch is None:
+        return []
+    orders_of: dict[str, list[Computed]] = defaultdict(list)
+    for part in chosen:
+        layer, _, world = part.name.rpartition("-")
+        if layer in LAYERS and world.isdecimal() and part.whole.exists():
+            orders_of[part.name].append(part)
+    runs = []
+    for name, parts_of in orders_of.items():
+        layer, _, world = name.rpartition("-")
+        results = [result for part in parts_of for result in results_of(part)]
+        worst: dict[str, str] = {}
+        for result in results:
+            if worst.get(result.case) != "failed":
+                worst[result.case] = result.outcome
+        in_orders = ", ".join(part.kind for part in parts_of)
+        runs.append(
+            Run(
+                Cell(layer, "nccl", int(world), torch.minor),
+                state(),
+                commit_of(ROOT),
+                time.strftime("%Y-%m-%d"),
+                round(sum(result.seconds for result in results), 1),
+                {outcome: list(worst.values()).count(outcome) for outcome in OUTCOMES},
+                f"{VIRTUAL}, {in_orders}",
+                torch.versions,
+            )
+        )
+    return runs
+
+
 def results_of(part: Part) -> list[Result]:
     """Return the last result of each test of a part."""
     return list(read_results(part.results).values())
@@ -156,9 +205,10 @@ def main(words: Sequence[str]) -> int:
         # An even share of what is left, so that every part has its turn.
         seconds = (end - time.monotonic()) / (len(chosen) - place)
         part.results.parent.mkdir(parents=True, exist_ok=True)
-        if seconds > 0:
-            run(part, seconds)
+        if seconds > 0 and run(part, seconds):
+            part.whole.touch()
     if options.keep:
+        save(CELLS, merge(load(CELLS), runs_of(chosen)))
         before, _, rest = RECORD.read_text().partition(HEADING)
         kept = rest.partition(END)[2]
         RECORD.write_text(f"{before}{HEADING}\n" + "\n".join(page(chosen)) + f"\n\n{END}{kept}")

@@ -75,20 +75,22 @@ def test_a_fault_that_no_order_shows_lives_and_one_that_hangs_has_died(layers, r
             if first:
                 text = (first[0] / "lamina" / "ddp" / mutant.file).read_text()
                 assert text == mutant.plant(SOURCE)
-            asked.append((order["VGPU_COMPUTE"], words[0], bool(first)))
+            asked.append((order.get("VGPU_COMPUTE", "CPU"), words[0], bool(first)))
             return next(left), Entered({}, {}, (words[0],))
 
         monkeypatch.setattr(cuda, "pytest", pytest)
         return cuda.attempt(reach, "ddp", mutant, 1)
 
-    assert answering(0, 0, 0, 0).outcome == "lived"
-    orders = ("at-once", "adversarial")
-    assert asked == [(order, test, True) for order in orders for test in (QUICK, OTHER)]
+    assert answering(0, 0, 0, 0, 0).outcome == "lived"
+    orders, played = ("at-once", "adversarial"), cuda.PLAYED["ddp"][0]
+    expected = [(order, test, True) for order in orders for test in (QUICK, OTHER)]
+    assert asked == [*expected, ("CPU", played, True)]
+    assert answering(0, 0, 0, 0, 1).by == f"on a CPU: {played}"
     assert answering(0, 1).by == f"at-once: {OTHER}"
     assert "no end" in answering(0, -1).by
     assert answering(0, 0, 1, 0).by == f"adversarial: {QUICK}"
     assert asked[-1] == ("adversarial", QUICK, False)
-    assert answering(0, 0, 1, 1, 0).outcome == "lived"  # the test fails without the fault too
+    assert answering(0, 0, 1, 1, 0, 0).outcome == "lived"  # the test fails without the fault too
     assert (layers / "ddp" / mutant.file).read_text() == SOURCE
 
 

@@ -4,7 +4,8 @@
 [--limit N] [--minutes M] [--tame] [--again] [--keep]`; the CPU's tests need `.nox/env`. Each part
 of the tests runs once on the virtual GPU and once on the CPU, traced. A block is CUDA's own if
 tests reach it on the GPU alone, in a class or function that names CUDA. Layers take turns. What
-lives in the tame order is tried under an adversary. A run that was cut off goes on.
+lives in the tame order is tried under an adversary, and in some layers by tests on the CPU. A run
+that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -51,17 +52,34 @@ PARTS: dict[str, tuple[str, ...]] = {
     "fsdp": ("packages/fsdp/tests/test_strategies.py", *NCCL),
     "checkpoint": ("packages/checkpoint/tests/test_strategies.py", *NCCL),
     "parity": ("packages/fsdp/tests/test_parity.py", *NCCL),
+    "windows": ("packages/ddp/tests/test_windows.py", *NCCL),
+    "kernels": ("packages/models/tests/test_on_gpu.py", "-k", "temporary or scores_in_memory"),
+    "steps": ("tests/virtual_gpu/test_steps.py", "-k", "large_block"),
+    "left out": ("tests/virtual_gpu/test_left_out.py", "-k", "another_stream"),
+    "host waits": ("tests/virtual_gpu/test_host_waits.py",),
 }
 # On the CPU: the same but for what skips there, and for models others.
 ON_CPU: dict[str, tuple[str, ...]] = {
-    **{part: words for part, words in PARTS.items() if words[-4:] == NCCL},
+    **{
+        part: words[: words.index("--backend")]
+        for part, words in PARTS.items()
+        if "--backend" in words and part != "windows"
+    },
     "mesh parity": ("packages/models/tests/test_mesh_parity.py",),
+}
+# What lives on the virtual GPU is tried by these, on the CPU with a GPU's streams played.
+PLAYED = {
+    "collectives": tuple(
+        f"packages/collectives/tests/test_{name}.py" for name in ("peer_windows", "handles")
+    ),
+    "ddp": ("packages/ddp/tests/test_reductions.py", "-k", "room_for_a_buffer"),
 }
 NAMES_CUDA = re.compile(r"is_cuda|torch\.cuda|\"cuda\"|pin_memory|record_stream|Stream|Event\b")
 TAME = {"VGPU_COMPUTE": "at-once"}
 ADVERSARY = {"VGPU_COMPUTE": "adversarial", "VGPU_SEED": "1"}
 DEVICE = {"VGPU_DEVICES": "8", "VGPU_RACES": "fail"}
 CPU = ROOT / ".nox" / "env" / "bin" / "python"
+PLAYED_SECONDS = 300.0
 TRACE_SECONDS = 100.0  # what a part has not begun by then is not among the tests
 PLACE = ROOT / ".matrix" / "mutation" / "cuda"
 PAGE = """\
@@ -75,7 +93,8 @@ that tests reach on the [virtual GPU](../../virtual-gpu.md), and that the same f
 with `test_mesh_parity.py` do not reach on a CPU.
 Of each of two parts of the tests that reach it, {limit} tests at most run on the virtual GPU, at
 once, then under an adversary (seed 1) unless it says "at once alone". No end is a death.
-Tests: {tests}.
+What lives in collectives or ddp is tried on the CPU, by tests that play a GPU's streams.
+Tests: {tests}. On the CPU: {played}.
 
 {blocks} such blocks have {faults} faults. Of {count} planted, {died} died and {lived} lived.
 
@@ -96,6 +115,12 @@ Tests: {tests}.
 def source(layer: str) -> Path:
     """Return a layer's source directory."""
     return ROOT / "packages" / layer / "src" / "lamina" / layer
+
+
+def ranks_of(part: str) -> tuple[str, ...]:
+    """Return the words for pytest that choose a part's ranks."""
+    words = PARTS[part]
+    return words[words.index("--backend") :] if "--backend" in words else ()
 
 
 def state() -> str:
@@ -146,7 +171,7 @@ def entered(part: str, device: str) -> Entered:
     if not path.exists():
         print(f"running {part} on {device}, to see what its tests reach", flush=True)
         sources = (ROOT / "packages" / layer / "src" for layer in LAYERS)
-        words = PARTS[part] if device == "gpu" else [w for w in ON_CPU[part] if w not in NCCL]
+        words = PARTS[part] if device == "gpu" else ON_CPU[part]
         python = sys.executable if device == "gpu" else CPU
         packages = {"LAMINA_ENTERED_PACKAGES": f"{ROOT / 'packages'}{os.sep}"}
         settings = TAME if device == "gpu" else {}
@@ -242,7 +267,7 @@ def attempt(reach: Reach, layer: str, mutant: Mutant, limit: int, tame: bool = F
         path.write_text(mutant.plant(path.read_text()))
         for order in (TAME,) if tame else (TAME, ADVERSARY):
             for part, tests in chosen.items():
-                words = [*tests, "-x", *(w for w in PARTS[part] if w in NCCL)]
+                words = [*tests, "-x", *ranks_of(part)]
                 seconds = reach.seconds(chosen, part)
                 code, seen = pytest(sys.executable, words, seconds, copy.parents[1], **order)
                 took = round(time.monotonic() - begin, 1)
@@ -256,6 +281,12 @@ def attempt(reach: Reach, layer: str, mutant: Mutant, limit: int, tame: bool = F
                     if late and pytest(sys.executable, again, seconds, **order)[0]:
                         continue  # it fails without the fault too
                     return Verdict(mutant, "died", f"{where}: {by}", took)
+        if layer in PLAYED:
+            code, seen = pytest(CPU, [*PLAYED[layer], "-x"], PLAYED_SECONDS, copy.parents[1])
+            if code:
+                by = seen.failed[0] if seen.failed else f"exit code {code}"
+                took = round(time.monotonic() - begin, 1)
+                return Verdict(mutant, "died", f"on a CPU: {by}", took)
     passed = sum(map(len, chosen.values()))
     how = f"{passed} tests, {'at once alone' if tame else 'both orders'}"
     return Verdict(mutant, "lived", how, round(time.monotonic() - begin, 1))
@@ -319,6 +350,9 @@ def page(
         seed=seed,
         limit=limit,
         tests=", ".join(f"`{name}`" for name in tests),
+        played=", ".join(
+            f"`{name}`" for names in PLAYED.values() for name in names if name.endswith(".py")
+        ),
         blocks=len(blocks),
         faults=len(every),
         count=len(verdicts),

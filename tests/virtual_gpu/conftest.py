@@ -26,8 +26,10 @@ def on_rank_0(tmp_path: Path) -> Callable[..., Any]:
     def run(text: str, launcher: tuple[str, ...] = (), **settings: object) -> Any:
         path = tmp_path / "program.py"
         path.write_text("from one_of_eight import *\n" + textwrap.dedent(text))
-        found = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1] / "benchmarks")))
-        env = {**os.environ, "PYTHONPATH": found, **{k: str(v) for k, v in settings.items()}}
+        given = filter(None, (os.environ.get("PYTHONPATH"),))  # a copy of a layer with a fault
+        folders = (HERE, HERE.parent, HERE.parents[1] / "benchmarks")
+        paths = os.pathsep.join([*given, *map(str, folders)])
+        env = {**os.environ, "PYTHONPATH": paths, **{k: str(v) for k, v in settings.items()}}
         command = [sys.executable, *launcher, str(path)]
         answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=580)
         assert answer.returncode == 0, answer.stderr[-3000:]

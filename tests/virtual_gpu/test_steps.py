@@ -65,6 +65,25 @@ def test_a_unit_is_one_message_and_takes_few_launches_and_events(on_rank_0):
     assert events <= 3 * (gathers + sums) + sums
 
 
+def test_the_first_step_takes_no_large_block_that_stays(on_rank_0):
+    """Products have their workspaces since the model was wrapped: Note [Workspaces come first]."""
+    text = """
+        import torch
+
+        def large():
+            return torch.cuda.memory_stats().get("allocation.large_pool.current", 0)
+
+        start()
+        before = large()
+        model, optimizer = sharded()
+        wrapped = large()
+        train(model, optimizer, 1)
+        end([before, wrapped, large()])
+    """
+    before, wrapped, trained = on_rank_0(text)
+    assert before < wrapped == trained
+
+
 def test_a_step_after_a_backward_that_raised_has_its_weights(on_rank_0):
     """Autograd's thread for the GPU drops what it holds a moment after the caller has the error."""
     text = """

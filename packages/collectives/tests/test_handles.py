@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lamina.collectives import all_gather_into, all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives.call import collective
 from lamina.collectives.call.collective import _EndOnDevice
 from lamina.collectives.transport import lanes
 from lamina.collectives.transport.lanes import Worker, lane_of
+from lamina.collectives.transport.transport import BackendEnd
 from lamina.mesh import ParallelLayout, init_distributed
 
 LONG = 1 << 20
@@ -168,6 +170,20 @@ def test_an_end_that_is_dropped_on_the_threads_of_its_lane_hangs_nobody(last):
         assert one.wait(5)
     assert until(lambda: event.waited == ["the caller's stream"])
     assert until(lambda: freed() is None)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_a_watchdog_asks_after_a_wait_keeps_no_output(watched, monkeypatch):
+    """The backend's own end does, so an event takes its place; nobody else asks for one."""
+    recorded = []
+    event = types.SimpleNamespace(record=lambda: recorded.append("event"))
+    monkeypatch.setattr(collective, "running_watchdog", lambda: object() if watched else None)
+    monkeypatch.setattr(collective, "_event", lambda timed: event)
+    backend = BackendEnd(None, torch.device("cuda"))
+    call = types.SimpleNamespace(device_ended=backend)
+    _EndOnDevice(call, backend, "the caller's stream", None, ()).forget()
+    assert call.device_ended is (event if watched else None)
+    assert recorded == ["event"] * watched
 
 
 @pytest.mark.ranks(2)

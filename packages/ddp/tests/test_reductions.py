@@ -17,6 +17,7 @@ from lamina.ddp import (
     full_parameters,
 )
 from lamina.ddp.backward.agreement import BadGradients, ProducedFlags
+from lamina.ddp.backward.reducer import Order, ReductionQueue
 from lamina.ddp.engine import ScratchBuffers, resolve_reduction
 from lamina.ddp.gradients.reduction import PartialSums
 from lamina.mesh import ParallelLayout
@@ -230,3 +231,35 @@ def test_flags_of_produced_gradients_lie_on_the_host_and_one_rank_asks_nobody():
         place.assert_called_once_with([group], "cuda")
         assert len(prepared) == 1
     assert [one.trained.produced_gradient for one in both] == [[True, True], [False]]
+
+
+@pytest.mark.parametrize("elsewhere", [None, "the backward's stream"])
+def test_room_for_a_buffer_is_made_on_the_stream_of_the_backward_alone(elsewhere):
+    """A wait on another stream would order nothing there: the oldest reduction goes on."""
+    waited, before_buffers = [], []
+    handle = SimpleNamespace(wait=lambda: waited.append("the oldest"))
+    local = SimpleNamespace(tell_before_buffers=before_buffers.append)
+    group = SimpleNamespace(
+        trained=SimpleNamespace(
+            local=local, wire_bytes=80, ends_alone=True, reduce=lambda final: iter([handle])
+        ),
+        weights=SimpleNamespace(title="a unit"),
+        shown=SimpleNamespace(hooks=SimpleNamespace(exist=False)),
+    )
+    queue = ReductionQueue(
+        [group],
+        order=Order.AS_CLOSED,
+        overlap=True,
+        max_in_flight=2,
+        max_bytes_in_flight=None,
+        max_bytes_held=100,
+        stream=SimpleNamespace(elsewhere=elsewhere),
+        started=None,
+        done=lambda number: None,
+    )
+    queue.issue(0)
+    (make_room,) = before_buffers
+    make_room(20)
+    assert waited == []
+    make_room(80)
+    assert waited == ([] if elsewhere else ["the oldest"])

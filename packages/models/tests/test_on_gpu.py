@@ -69,6 +69,21 @@ def test_paths_train_alike(path, kind, dtype, window):
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
 
 
+def test_heads_of_256_attend_without_scores_in_memory():
+    """They are the widest that the kernel takes."""
+    # Fewer heads would leave processors idle: the kernel then splits keys, and merges in memory.
+    inputs = heads(torch.bfloat16, batch=16, sequence=256, count=4, kv_count=4, width=256)
+    query, key, value = (x.detach().transpose(1, 2) for x in inputs)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, _ = Block(0.0625).forward(query, key, value)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken < 4 * 16 * 4 * 256 * 256, "as much as the scores in fp32"
+    scores = (query.float() @ key.float().transpose(-1, -2)) * 0.0625
+    expected = scores.softmax(dim=-1) @ value.float()
+    torch.testing.assert_close(out.float(), expected, rtol=3e-2, atol=3e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_blocks_of_attention_merge_into_the_whole(dtype):
     query, key, value = (x.detach().transpose(1, 2) for x in heads(dtype))
@@ -194,12 +209,15 @@ def test_fp8_products_equal_those_of_decoded_numbers(backward, dtype, rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_weight_gradients_are_written_in_fp32(dtype):
+def test_weight_gradients_are_written_in_fp32_without_a_temporary(dtype):
     torch.manual_seed(1)
     grad, x = (torch.randn(512, n, device="cuda", dtype=dtype) for n in (96, 64))
     total = torch.full((96, 64), float("nan"), device="cuda")
     expected = grad.double().t() @ x.double()
-    write_product(grad.t(), x, total, False)
-    torch.testing.assert_close(total.double(), expected, rtol=1e-4, atol=1e-3)
-    write_product(grad.t(), x, total, True)
-    torch.testing.assert_close(total.double(), 2 * expected, rtol=1e-4, atol=2e-3)
+    write_product(grad.t(), x, total, False)  # the first one takes a workspace for good
+    for accumulate, times in ((False, 1), (True, 2)):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        write_product(grad.t(), x, total, accumulate)
+        assert torch.cuda.max_memory_allocated() == before, "it makes a temporary"
+        torch.testing.assert_close(total.double(), times * expected, rtol=1e-4, atol=2e-3)

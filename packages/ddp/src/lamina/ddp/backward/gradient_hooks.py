@@ -146,17 +146,16 @@ class BackwardStream:
         self.stream = current_stream(self._device)
 
     @property
-    def is_current(self) -> bool:
-        """Whether the caller is on it."""
-        return current_stream(self._device) == self.stream
+    def elsewhere(self) -> torch.cuda.Stream | None:
+        """It, if the caller is on another one; None too between backwards (`late_gradients`)."""
+        return None if current_stream(self._device) == self.stream else self.stream
 
     def entered(self, gradient: torch.Tensor | None) -> AbstractContextManager[object]:
         """Make it the current stream, after the one that has the gradient."""
-        # Between backwards (`late_gradients`) there is no stream to go over to.
-        stream, here = self.stream, current_stream(self._device)
-        if stream is None or here is None or here == stream:
+        stream = self.elsewhere
+        if stream is None:
             return NO_STREAM
-        stream.wait_stream(here)
+        stream.wait_stream(torch.cuda.current_stream(self._device.index))
         if gradient is not None:
             # Its memory must not be given to others on its own stream before this one has read it.
             local = gradient.to_local() if isinstance(gradient, ShardedTensor) else gradient
@@ -165,10 +164,9 @@ class BackwardStream:
 
     def end(self) -> None:
         """The backward has ended: what the current stream does next comes after it."""
-        stream, here = self.stream, current_stream(self._device)
-        if stream is not None and here is not None and here != stream:
-            here.wait_stream(stream)
-        self.stream = None
+        stream, self.stream = self.elsewhere, None
+        if stream is not None:
+            torch.cuda.current_stream(self._device.index).wait_stream(stream)
 
 
 def main_of(parameter: torch.Tensor) -> torch.Tensor:

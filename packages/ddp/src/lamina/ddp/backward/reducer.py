@@ -202,7 +202,7 @@ class ReductionQueue:
         while len(self._in_flight) > leave:
             # On another stream than the backward's a wait would not order what the buffer is for.
             oldest = self._in_flight[0].number
-            elsewhere = self._stream is not None and not self._stream.is_current
+            elsewhere = self._stream is not None and self._stream.elsewhere is not None
             if elsewhere or not self._gradients[oldest].ends_alone:
                 return
             self.drain(len(self._in_flight) - 1)

@@ -11,6 +11,7 @@ import pytest
 
 SUITE = """
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -105,6 +106,26 @@ def test_an_error_that_is_expected_on_some_ranks():
     expected = pytest.raises(ValueError)
     with expected if torch.cuda.is_available() else nullcontext():
         cut(torch.ones(3, device="cuda"), None if torch.ones(1, device="cuda").item() else [3])
+
+def test_an_error_in_other_words():
+    with pytest.raises(ValueError, match="a sum of 3"):
+        raise ValueError(f"a sum of {torch.ones(3, device='cuda').sum().item()}")
+
+def test_an_error_in_other_words_that_reads_nothing():
+    with pytest.raises(ValueError, match="a sum of 3"):
+        raise ValueError("a sum of 4")
+
+@dataclass
+class Answer:
+    alike: bool
+
+def test_an_answer_in_a_dataclass():
+    answer = Answer(torch.ones(1, device="cuda").add(1).item() == 2)
+    assert answer == Answer(True)
+
+def test_a_dataclass_that_no_device_has_given():
+    answer = Answer(torch.cuda.is_available())
+    assert answer == Answer(False)
 """
 
 # pytest leaves its asserts as they are.
@@ -118,14 +139,17 @@ def cut(x, sizes=None):
 """
 
 
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
+
+
 @pytest.fixture
 def outcomes(tmp_path: Path):
-    def run(**settings: str) -> dict[str, str]:
+    def run(*words: str, **settings: str) -> dict[str, str]:
         (tmp_path / "test_suite.py").write_text(SUITE)
         (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
         (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
         answer = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "test_suite.py"],
+            [*PYTEST, "-v", "test_suite.py", *words],
             cwd=tmp_path,
             env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **settings},
             capture_output=True,
@@ -159,6 +183,25 @@ def test_only_asserts_about_values_are_passed_over(outcomes):
         "test_a_float_that_no_device_has_given": "FAILED",
         "test_a_number_in_place_of_none": "PASSED",
         "test_an_error_that_is_expected_on_some_ranks": "SKIPPED",
+        "test_an_error_in_other_words": "SKIPPED",
+        "test_an_error_in_other_words_that_reads_nothing": "FAILED",
+        "test_an_answer_in_a_dataclass": "PASSED",
+        "test_a_dataclass_that_no_device_has_given": "FAILED",
     }
     # The byte code of one mode is not taken for the other's.
     assert set(outcomes(VGPU_VALUES="").values()) == {"FAILED"}
+
+
+@pytest.mark.parametrize(
+    ("test", "reads"),
+    [
+        ("test_an_error_of_the_program_from_values", True),
+        ("TestOne", False),
+        ("test_launches", False),
+    ],
+)
+def test_a_program_that_reads_a_number_says_so_and_a_test_does_not(outcomes, tmp_path, test, reads):
+    """The test bed ends ranks by it that wait for each other."""
+    said = tmp_path / "0.steered"
+    assert outcomes("-k", test, VGPU_VALUES="unknown", VGPU_STEERED=str(said))
+    assert said.exists() == reads

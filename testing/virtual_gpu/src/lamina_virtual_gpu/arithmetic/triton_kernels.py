@@ -7,6 +7,8 @@ launched in a way of their own, and computed in the same.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,21 +20,52 @@ _changed: dict[
 ] = {}  # functions that the running kernel has called: what undoes the change
 
 
-def alias(value: Any) -> Any:
-    """Return a CPU tensor over a device tensor's memory; other things as they are."""
-    import torch
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the device is. Work that waits has no tensors, as a launch has addresses.
 
-    if not isinstance(value, torch.Tensor) or not value.is_cuda:
-        return value
-    memory = value.untyped_storage()
-    here = torch._C._construct_storage_from_data_pointer(
-        memory.data_ptr(), torch.device("cpu"), memory.nbytes()
-    )
-    whole = torch.empty(0, dtype=value.dtype, device="cpu")
-    return whole.set_(here, value.storage_offset(), value.shape, value.stride())
+    A tensor would be seen by whoever counts them, though its memory may be somebody else's by now.
+    """
+
+    address: int
+    nbytes: int
+    dtype: Any
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Return the place of a device tensor; other things as they are."""
+        import torch
+
+        if not isinstance(value, torch.Tensor) or not value.is_cuda:
+            return value
+        memory = value.untyped_storage()
+        return cls(
+            memory.data_ptr(), memory.nbytes(), value.dtype, value.storage_offset(),
+            tuple(value.shape), value.stride(),
+        )  # fmt: skip
+
+    def on_cpu(self) -> Any:
+        """Return a CPU tensor over the same memory."""
+        import torch
+
+        memory = torch._C._construct_storage_from_data_pointer(
+            self.address, torch.device("cpu"), self.nbytes
+        )
+        whole = torch.empty(0, dtype=self.dtype, device="cpu")
+        return whole.set_(memory, self.offset, self.shape, self.strides)
 
 
-def interpret(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any], grid: Any) -> None:
+def queue(kernel: Any, arguments: Iterable[Any], named: dict[str, Any], grid: Any) -> None:
+    """Put a kernel into the current stream."""
+    places = tuple(map(Place.of, arguments))
+    of_kernel = {name: Place.of(value) for name, value in named.items()}
+    enqueue(kernel.__name__, lambda: interpret(kernel, places, of_kernel, grid))
+
+
+def interpret(kernel: Any, places: tuple[Any, ...], named: dict[str, Any], grid: Any) -> None:
     """Run a kernel over tensors of the CPU."""
     import torch
     from triton.runtime.interpreter import InterpretedFunction
@@ -41,11 +74,15 @@ def interpret(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any], gr
 
     mend()
     with _one_at_a_time, torch._C.DisableTorchFunction(), torch.no_grad():
+        here = [each.on_cpu() if isinstance(each, Place) else each for each in places]
+        of_kernel = {
+            name: each.on_cpu() if isinstance(each, Place) else each for name, each in named.items()
+        }
         # The interpreter undoes its own change in the midst of those that are made below: the first
         # change of all is undone as the last.
         change(kernel.fn)
         try:
-            InterpretedFunction(kernel.fn).run(*arguments, grid=grid, warmup=False, **named)
+            InterpretedFunction(kernel.fn).run(*here, grid=grid, warmup=False, **of_kernel)
             addresses.tell()
         finally:
             while _changed:
@@ -76,9 +113,7 @@ def compute(jit: ModuleType) -> None:
         with covered(), _one_at_a_time:  # it may compile
             compiled = launch(self, *arguments, grid=grid, warmup=warmup, **named)
         if not warmup:
-            here = tuple(map(alias, arguments))
-            of_kernel = {name: alias(value) for name, value in named.items()}
-            enqueue(self.__name__, lambda: interpret(self, here, of_kernel, grid))
+            queue(self, arguments, named, grid)
         return compiled
 
     def called(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -112,9 +147,7 @@ def compute_of_inductor(heuristics: ModuleType) -> None:
                 self.fn = self._reload_kernel().fn
             config = self.launchers[0].config
             given, grid = self._interpret_args_grid(arguments, config)
-            here = tuple(map(alias, given))
-            of_kernel = {name: alias(value) for name, value in {**named, **config.kwargs}.items()}
-            enqueue(self.fn.__name__, lambda: interpret(self.fn, here, of_kernel, grid))
+            queue(self.fn, given, {**named, **config.kwargs}, grid)
         return result
 
     tuner.run = run

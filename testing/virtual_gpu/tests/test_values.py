@@ -154,7 +154,7 @@ def outcomes(tmp_path: Path):
             env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **settings},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
         )
         words = (line.split() for line in answer.stdout.splitlines() if "::" in line)
         return {w[0].partition("::")[2]: w[1] for w in words if w[1].isupper()}

@@ -43,8 +43,8 @@ class Place:
             return value
         memory = value.untyped_storage()
         return cls(
-            memory.data_ptr(), memory.nbytes(), value.dtype, value.storage_offset(),
-            tuple(value.shape), value.stride(),
+            memory.data_ptr(), memory.nbytes(), value.dtype, int(value.storage_offset()),
+            tuple(value.shape), tuple(value.stride()),
         )  # fmt: skip
 
     def on_cpu(self) -> Any:

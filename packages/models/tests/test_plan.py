@@ -39,6 +39,20 @@ def test_a_record_knows_each_storage_from_birth_to_death():
     assert sum(recorder.record.peak().values()) - before <= 8000  # two at once, never three
 
 
+def test_inputs_that_go_right_after_an_operator_were_there_beside_its_results():
+    with StepRecorder("cpu") as recorder:
+        torch.zeros(1000) + 1.0
+    resting = sum(recorder.record.timeline()[0][1].values()) - 4000
+    assert sum(recorder.record.peak().values()) - resting == 8000
+
+
+def test_whole_units_are_named_at_the_peak():
+    """Of strategy 3: the unit that computes, and one that is gathered ahead of it."""
+    memory = play(JOB).record.peak()
+    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert memory["gathered units"] >= 2 * layer  # in bf16
+
+
 def test_a_record_counts_what_products_multiply():
     left, right = torch.ones(3, 5), torch.ones(5, 7)
     heads = torch.ones(1, 2, 8, 4)

@@ -15,14 +15,15 @@ from lamina.models.plan.job import play, program
 from lamina_testing import Meter
 
 NEAR = 0.02
+FEW = (1, 3)  # of one microbatch, and of two
 
 
 def sampled(seed: int, ranks: int) -> Job:
-    """A job on so many ranks, drawn by a seed: with one microbatch, but in a pipeline."""
+    """A job on so many ranks, drawn by a seed."""
     draw = random.Random(1000 * ranks + seed)
     tp = draw.choice([1, 1, 2]) if ranks > 1 else 1
     pp = draw.choice([1, 1, 2]) if ranks // tp > 1 else 1
-    width, passes = draw.choice([64, 96, 128]), 4 if pp > 1 else 1
+    width, passes = draw.choice([64, 96, 128]), 4 if pp > 1 else draw.choice([1, 1, 2, 4])
     schedules = ["1f1b", "gpipe", "interleaved_1f1b"] if pp > 1 else ["1f1b"]
     config = TransformerConfig(
         vocab_size=512,
@@ -73,6 +74,13 @@ def check(job: Job) -> None:
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", FEW)
 def test_a_plans_peak_and_bytes_are_those_of_a_step(ranks, seed):
+    check(sampled(seed, ranks.world_size))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("seed", [seed for seed in range(200) if seed not in FEW])
+def test_two_hundred_plans_have_the_peak_and_bytes_of_their_steps(ranks, seed):
     check(sampled(seed, ranks.world_size))

@@ -309,6 +309,9 @@ def _states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, li
     for stage in stages:
         for group in groups_of(stage) if isinstance(stage, HasGroups) else ():
             states["weights"] += [group.weights.local.data, group.main_weights.data]
+            whole = getattr(group.weights, "full", None)  # strategy 3 has it by turns
+            if isinstance(whole, Tensor):
+                states.setdefault("gathered units", []).append(whole)
     return states
 
 

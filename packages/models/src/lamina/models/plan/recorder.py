@@ -51,7 +51,7 @@ _MAKERS: dict[str, str | None] = {
     "lamina/ddp/backward/": "gradients",
     "lamina/ddp/optimizer/": "optimizer state",
     "torch/optim/": "optimizer state",
-    "lamina/buffers/pool/": "gathered units",
+    "lamina/buffers/pool/": None,
     "lamina/fsdp/weights/": "gathered units",
     "fsdp/_fully_shard/_fsdp_collectives": "gathered units",
     "fsdp/_fully_shard/_fsdp_param.py": "gathered units",
@@ -253,7 +253,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         life.sizes.append((self._now, self._size(storage)))
 
         def ended(_: object, key: int = key, life: Life = life) -> None:
-            life.died = self._now
+            # An operator has its inputs until it has made its results, so what goes after it is
+            # there at its event still.
+            life.died = self._now + 1
             life.crosses = life.crosses and _in_backward()
             if key in self._alive and self._alive[key][1] is life:
                 del self._alive[key]

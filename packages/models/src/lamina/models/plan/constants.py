@@ -1,7 +1,9 @@
 """The constants of the cost model, in one place.
 
-The sources that are named were written from memory and have to be looked up. Those of latencies,
-launches and small products are judgements. What is marked *fitted* was chosen on one half of the
+Looked up on 2026-11-26: an H100's rates and bandwidth (glennklockwood.com/garden/processors/h100,
+which cites NVIDIA), 35% of its peak for FlashAttention-2 (Shah et al., abstract), and 360 GB/s
+inside a host, which NCCL's maintainers expect (NVIDIA/nccl-tests issue 326). The other sources were
+written from memory. Latencies, launches and small products are judgements. What is marked *fitted* was chosen on one half of the
 published rows (`docs/records/plan.md`) and judged on the other half.
 `python -m lamina.models.plan --calibrate` measures them on a GPU.
 """

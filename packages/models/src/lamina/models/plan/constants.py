@@ -1,10 +1,10 @@
 """The constants of the cost model, in one place.
 
 Looked up on 2026-11-26: an H100's rates and bandwidth (glennklockwood.com/garden/processors/h100,
-which cites NVIDIA), 35% of its peak for FlashAttention-2 (Shah et al., abstract), and 360 GB/s
-inside a host, which NCCL's maintainers expect (NVIDIA/nccl-tests issue 326). The other sources were
-written from memory. Latencies, launches and small products are judgements. What is marked *fitted* was chosen on one half of the
-published rows (`docs/records/plan.md`) and judged on the other half.
+not NVIDIA's own sheet), 35% of its peak for FlashAttention-2 (Shah et al., abstract), and 360 GB/s
+inside a host, which NCCL's maintainer expects (NVIDIA/nccl-tests issue 326). The other sources were
+written from memory. Latencies, launches and small products are judgements. What is marked *fitted*
+was chosen on one half of the published rows (`docs/records/plan.md`) and judged on the other half.
 `python -m lamina.models.plan --calibrate` measures them on a GPU.
 """
 

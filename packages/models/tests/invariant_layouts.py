@@ -80,6 +80,13 @@ KINDS = {
     "hybrid": replace(SHAPE, layer_pattern="M*-E", num_layers=4, mamba=MAMBA, moe=LOSSES),
 }
 """Experts are on axes of their own; Mamba does not know cp."""
+RANDOM = {
+    "dropout": replace(SHAPE, dropout=0.2, embedding_dropout=0.1),
+    "noisy experts": replace(
+        SHAPE, moe=replace(LOSSES, jitter=0.1, capacity_factor=0.75), dropout=0.1
+    ),
+}
+"""What draws random numbers; and experts with a capacity."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +158,10 @@ EXPERT_LAYOUTS = (
 
 
 def layouts_of(model: str) -> tuple[Layout, ...]:
-    """The layouts of one of `KINDS`."""
-    chosen = EXPERT_LAYOUTS if KINDS[model].moe else LAYOUTS
-    return tuple(each for each in chosen if KINDS[model].mamba is None or each.cp == 1)
+    """The layouts of one of `KINDS` or `RANDOM`."""
+    config = {**KINDS, **RANDOM}[model]
+    chosen = EXPERT_LAYOUTS if config.moe else LAYOUTS
+    return tuple(each for each in chosen if config.mamba is None or each.cp == 1)
 
 
 def hash_of(model: str, layout: Layout, dtype: torch.dtype, steps: int) -> str:
@@ -192,8 +200,8 @@ class Run:
         sizes |= {name: getattr(layout, name) for name in ("tp", "cp", "pp", "ep", "expert_tp")}
         self.mesh = ParallelLayout(**sizes).build(device)
         config = replace(
-            {**MODELS, **KINDS}[model], sequence_parallel=layout.sp, context_parallel=layout.way,
-            loss_chunk=layout.chunk,
+            {**MODELS, **KINDS, **RANDOM}[model], sequence_parallel=layout.sp,
+            context_parallel=layout.way, loss_chunk=layout.chunk,
         )  # fmt: skip
         self.config = config
         gpt = GPTModel(config, self.mesh, seed=1).to(device)

@@ -19,6 +19,7 @@ from lamina.models.attention.kernels import (
 from lamina.models.attention.rotary import rotary_tables
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.invariance.random_keys import TokenKeys
 from lamina.models.layers.zigzag import cut_sequence
 from lamina.models.moe.losses import RoutingContext
 
@@ -152,6 +153,7 @@ class AttentionContext:
         config: the config that the context was built from; None is unknown.
         others: contexts of layers that attend otherwise, where layers differ.
         cache: of the tokens before these; None in a forward of whole sequences.
+        token_keys: what dropout with `invariant=True` follows from; else None.
     """
 
     shape: tuple[int, int]
@@ -162,6 +164,7 @@ class AttentionContext:
     config: TransformerConfig | None = None
     others: tuple[AttentionContext, ...] = ()
     cache: TokenCache | None = None
+    token_keys: TokenKeys | None = None
 
     def of_layer(self, config: TransformerConfig) -> AttentionContext:
         """The context of a layer with this config.

@@ -482,13 +482,9 @@ class TransformerConfig:
             "tie_embeddings=True (a weight with two gradients, added for each microbatch)": (
                 self.tie_embeddings
             ),
-            **{
-                f"{name}={getattr(self, name)} (no random numbers by position)": (
-                    getattr(self, name) or 0.0
-                )
-                > 0.0
-                for name in ("dropout", "attention_dropout", "embedding_dropout")
-            },
+            f"attention_dropout={self.attention_dropout} (not in the kernel of this setting)": (
+                self.attention_dropout > 0.0
+            ),
         }
         if self.moe is not None:
             lacks |= self.moe.depends_on_layout
@@ -636,6 +632,14 @@ class TransformerConfig:
         """The configs of layers that differ."""
         first = {spec: at for at, spec in reversed(list(enumerate(self.layers or "T")))}
         return [self.of_layer(at) for at in sorted(first.values())]
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether a forward that trains draws random numbers, those of attention left out."""
+        rates = [self.dropout, self.embedding_dropout]
+        for layer in self.distinct_layers:
+            rates += [layer.dropout, 0.0 if layer.moe is None else layer.moe.jitter]
+        return any(rates)
 
     @property
     def additions(self) -> int:

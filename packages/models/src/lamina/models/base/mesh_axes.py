@@ -27,6 +27,19 @@ def axis_of(mesh: MeshLike, name: str) -> MeshAxis | None:
     return axis if axis.size > 1 else None
 
 
+def data_parallel_axis(mesh: MeshLike) -> MeshAxis | None:
+    """Find the axis whose ranks have other sequences; None is one rank.
+
+    Of a DeviceMesh it is all dimensions but `pp`, `tp` and `cp`. A bare axis is that of tp.
+    """
+    if mesh is None or isinstance(mesh, MeshAxis):
+        return None
+    if not isinstance(mesh, DeviceMesh):
+        return axis_of(mesh, "dp")
+    names = [name for name in mesh.mesh_dim_names or () if name not in ("pp", "tp", "cp")]
+    return axis_of(mesh_axis(mesh, names), "dp") if names else None
+
+
 def context_ranks(mesh: MeshLike) -> int:
     """Count the ranks that share a sequence; 1 for a bare axis, which is that of tp."""
     axis = None if isinstance(mesh, MeshAxis) else axis_of(mesh, "cp")

@@ -19,11 +19,12 @@ from lamina.models.attention.context_parallel import check_context_parallel
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.initialise import assign_seeds, check_same_seed, draw_seed
 from lamina.models.base.kept_roles import KeepsRoles
-from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.base.mesh_axes import MeshLike, axis_of, data_parallel_axis
 from lamina.models.decoder.layer_stack import caches_tokens, make_block
 from lamina.models.decoder.precision_backends import apply_precision
 from lamina.models.decoder.splice import Splice
 from lamina.models.invariance.fixed_sums import fix_sums
+from lamina.models.invariance.random_keys import ForwardNumbers, TokenKeys
 from lamina.models.invariance.token_sums import TokenCut
 from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
@@ -74,6 +75,9 @@ class GPTModel(KeepsRoles):
         if config.moe is not None:
             self.expert_axes = ExpertAxes.of(mesh, sequence_parallel=config.sequence_parallel)
         self.auxiliary_scale = 1.0
+        self.forward_numbers: ForwardNumbers | None = None
+        if config.invariant and config.draws_numbers:
+            self.forward_numbers = ForwardNumbers(data_parallel_axis(mesh))
         device = torch.get_default_device()
         with torch.device("meta"):
             # Weights are drawn once, below, when every module has the seed of its name.
@@ -184,12 +188,14 @@ class GPTModel(KeepsRoles):
             positions = default_positions(tokens, document_ids, start)
         positions = same_for_all(positions)
         cut = cut_sequence(tokens, self.cp), cut_sequence(positions, self.cp, dim=-1)
-        x = self.embed(*cut, None if splice is None else splice.cut(self.cp))
+        token_keys = self.token_keys(tokens)
+        x = self.embed(*cut, None if splice is None else splice.cut(self.cp), token_keys)
         # Each rank of cp has a part of an auxiliary loss, and an equal share in a loss that the
         # caller computes from the whole logits.
         parts = 1 if self.cp is None else self.cp.size
         places = None if counted else positions  # those that are counted have tables in the cache
-        context = self.context(tokens, x.dtype, places, document_ids, padding_mask, parts, cache)
+        masks = document_ids, padding_mask
+        context = self.context(tokens, x.dtype, places, *masks, parts, cache, token_keys)
         for block in self.blocks:
             x = block(x, context)
         if cache is not None:
@@ -207,6 +213,15 @@ class GPTModel(KeepsRoles):
         logits: Tensor = self.head(x)
         return join_sequence(logits.view(tokens.shape[0], -1, logits.shape[-1]), self.cp)
 
+    def token_keys(self, tokens: Tensor, forward: int | None = None) -> TokenKeys | None:
+        """Keys of this rank's tokens, in training with `invariant=True` and random numbers.
+
+        `forward` is the forward's number in the step; by default they are counted.
+        """
+        if self.forward_numbers is None or self.token_cut is None or not self.training:
+            return None
+        return self.forward_numbers.token_keys(tokens, self.token_cut, forward)
+
     def context(
         self,
         tokens: Tensor,
@@ -216,6 +231,7 @@ class GPTModel(KeepsRoles):
         padding_mask: Tensor | None,
         auxiliary: float | Tensor,
         cache: TokenCache | None = None,
+        token_keys: TokenKeys | None = None,
     ) -> AttentionContext:
         """Make what the blocks of a forward share; `auxiliary` weighs auxiliary losses."""
         if self.token_cut is not None:
@@ -230,11 +246,13 @@ class GPTModel(KeepsRoles):
             mesh=self.cp,
             cache=cache,
         )
+        if token_keys is not None:
+            context = replace(context, token_keys=token_keys)
         if self.config.moe is None:
             return context
         scale = self.auxiliary_scale * auxiliary
         routing = RoutingContext.build(padding_mask, self.expert_axes, scale)
-        return replace(context, routing=routing)
+        return replace(context, routing=replace(routing, token_keys=token_keys))
 
     def loss(self, x: Tensor, labels: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
         """Cross-entropy of this rank's hidden states with whole labels `[batch, sequence]`."""
@@ -254,7 +272,13 @@ class GPTModel(KeepsRoles):
         counted = labels != IGNORED
         return counted.sum(dim=1) if self.config.invariant else counted.sum()
 
-    def embed(self, tokens: Tensor, positions: Tensor, splice: Splice | None = None) -> Tensor:
+    def embed(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        splice: Splice | None = None,
+        token_keys: TokenKeys | None = None,
+    ) -> Tensor:
         """Embed tokens, replace the embeddings that are spliced, and add learned positions.
 
         Returns:
@@ -275,7 +299,7 @@ class GPTModel(KeepsRoles):
             x = x + self.position_embedding(positions + self.config.position_offset)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        return cast(Tensor, self.dropout(x))
+        return cast(Tensor, self.dropout(x, token_keys))
 
     def check_inputs(
         self,

@@ -73,18 +73,26 @@ class TransformerBlock(nn.Module):
         if self.parallel:
             inner = normed if self.mlp_norm is None else self.mlp_norm(x)
             update = update + _feed_forward(self.mlp, inner, context)
-            return _add(x, update, None, self.dropout, self.scale)
-        x = _add(x, update, self.attention_post_norm, self.dropout, self.scale)
+            return _add(x, update, None, self.dropout, self.scale, context)
+        x = _add(x, update, self.attention_post_norm, self.dropout, self.scale, context)
         inner = x if self.mlp_norm is None else self.mlp_norm(x)
         update = _feed_forward(self.mlp, inner, context)
-        return _add(x, update, self.mlp_post_norm, self.dropout, self.scale)
+        return _add(x, update, self.mlp_post_norm, self.dropout, self.scale, context, use=1)
 
 
 def _add(
-    x: Tensor, update: Tensor, norm: nn.Module | None, dropout: nn.Module, scale: float
+    x: Tensor,
+    update: Tensor,
+    norm: nn.Module | None,
+    dropout: nn.Module,
+    scale: float,
+    context: AttentionContext | None,
+    use: int = 0,
 ) -> Tensor:
     """Add an update to the residual stream, after post-norm, dropout and scale."""
-    dropped: Tensor = dropout(update if norm is None else norm(update))
+    token_keys = None if context is None else context.token_keys
+    update = update if norm is None else norm(update)
+    dropped: Tensor = dropout(update) if token_keys is None else dropout(update, token_keys, use)
     return x + (dropped if scale == 1.0 else dropped * scale)
 
 
@@ -121,11 +129,11 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
-        return self.add(x, self.mixer(self.norm(x), context))
+        return self.add(x, self.mixer(self.norm(x), context), context)
 
-    def add(self, x: Tensor, update: Tensor) -> Tensor:
+    def add(self, x: Tensor, update: Tensor, context: AttentionContext | None = None) -> Tensor:
         """Add an update to the residual stream, after post-norm and dropout."""
-        return _add(x, update, self.post_norm, self.dropout, self.scale)
+        return _add(x, update, self.post_norm, self.dropout, self.scale, context)
 
 
 class MambaBlock(ResidualBlock):
@@ -172,7 +180,7 @@ class _FeedForwardBlock(ResidualBlock):
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
-        return self.add(x, _feed_forward(self.mixer, self.norm(x), context))
+        return self.add(x, _feed_forward(self.mixer, self.norm(x), context), context)
 
 
 class MLPBlock(_FeedForwardBlock):

@@ -74,6 +74,18 @@ class TokenCut:
         early, late = x[:, :, 0], x[:, :, 1].flip(0)
         return torch.cat((early, late)).movedim(0, 1).flatten(0, 2)
 
+    def piece(self, x: Tensor) -> Tensor:
+        """This rank's part of what all have, `[rows, tokens, ...]` of whole sequences.
+
+        `[rows, tokens / cp, ...]`, or `[tokens / tp, ...]` under sequence parallelism.
+        """
+        if self.context is not None:
+            chunks = x.chunk(2 * self.context.size, dim=1)
+            x = torch.cat((chunks[self.context.rank], chunks[-1 - self.context.rank]), dim=1)
+        if self.sequence_parallel and self.tensor is not None:
+            x = x.flatten(0, 1).chunk(self.tensor.size)[self.tensor.rank]
+        return x
+
     def own_rows(self, length: int, *, partial: bool = False) -> slice:
         """The rows of a parameter of this length whose gradient this rank computes.
 

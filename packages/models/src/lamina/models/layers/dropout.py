@@ -5,10 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lamina.mesh import rng_stream
+from lamina.mesh import derive_seed, rng_stream
 from lamina.mesh.engine import MeshAxis, require_stream
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.compat import one_graph_break
+from lamina.models.invariance.fixed_sums import FixedSums
+from lamina.models.invariance.random_keys import TokenKeys
 
 
 def dropout_stream(
@@ -32,7 +34,7 @@ def dropout_stream(
 _require_stream = one_graph_break(require_stream)
 
 
-class Dropout(nn.Module):
+class Dropout(FixedSums, nn.Module):
     """Zero elements with probability `rate` in training, scaling the others up.
 
     Args:
@@ -50,11 +52,30 @@ class Dropout(nn.Module):
         self.rate = rate
         self.axis = axis_of(mesh, "tp")
         self.sharded = sharded
+        self.init_seed: int | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Any shape to the same."""
+    def forward(self, x: Tensor, token_keys: TokenKeys | None = None, use: int = 0) -> Tensor:
+        """Any shape to the same.
+
+        Args:
+            x: activations.
+            token_keys: what decides which elements are dropped (`invariant=True`); None draws
+                from torch's generators.
+            use: the number of this call among those of a forward.
+
+        Raises:
+            ValueError: without token_keys in a model with `invariant=True`.
+        """
         if not self.training or self.rate == 0.0:
             return x
+        if token_keys is not None:
+            return token_keys.dropout(x, self.rate, derive_seed(self.init_seed or 0, use))
+        if self.layout_invariant:
+            raise ValueError(
+                f"Dropout({self.rate}) of a model with invariant=True has no token_keys, "
+                "and torch's generators depend on the layout: give it context.token_keys of the "
+                "model's forward"
+            )
         with dropout_stream(self.rate, self.sharded, self.axis):
             return F.dropout(x, self.rate)
 

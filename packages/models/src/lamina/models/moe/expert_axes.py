@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, mesh_axis
-from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.base.mesh_axes import MeshLike, axis_of, data_parallel_axis
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,7 @@ class ExpertAxes:
         both = ep or expert_tp
         if ep is not None and expert_tp is not None:
             both = mesh_axis(mesh, ("ep", "expert_tp"))
-        if isinstance(mesh, ParallelMesh):
-            dp = axis_of(mesh, "dp")
-        else:
-            names = [name for name in mesh.mesh_dim_names or () if name not in ("pp", "tp", "cp")]
-            dp = axis_of(mesh_axis(mesh, names), "dp") if names else None
+        dp = data_parallel_axis(mesh)
         return ExpertAxes(ep, expert_tp, both, tp, axis_of(mesh, "cp"), dp, replicated)
 
     @property

@@ -178,10 +178,5 @@ def numbers_of_tokens(cut: TokenCut, axes: ExpertAxes, count: int) -> Tensor:
     cp = 1 if axes.cp is None else axes.cp.size
     tp = 1 if axes.tokens_tp is None else axes.tokens_tp.size
     whole = count * cp * tp
-    numbers = torch.arange(whole).view(cut.rows, -1)
-    if axes.cp is not None:
-        chunks = numbers.chunk(2 * cp, dim=1)
-        numbers = torch.cat((chunks[axes.cp.rank], chunks[2 * cp - 1 - axes.cp.rank]), dim=1)
-    if axes.tokens_tp is not None:
-        numbers = numbers.flatten().chunk(tp)[axes.tokens_tp.rank]
+    numbers = cut.piece(torch.arange(whole).view(cut.rows, -1))
     return numbers.flatten() + (0 if axes.dp is None else axes.dp.rank * whole)

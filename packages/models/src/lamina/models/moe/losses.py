@@ -20,6 +20,7 @@ from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.compat import one_graph_break
+from lamina.models.invariance.random_keys import TokenKeys
 from lamina.models.layers.zigzag import cut_sequence
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.routing import count_copies
@@ -87,12 +88,14 @@ class RoutingContext:
         capacities: the largest capacity of the ranks of a group, by the group's ranks, for
             `pad_to_capacity`. The first layer of a forward finds it.
         warnings_given: the warnings that were given in this forward.
+        token_keys: what jitter with `invariant=True` follows from; else None.
     """
 
     scale: AuxiliaryScale = field(default_factory=AuxiliaryScale)
     padding: Tensor | None = None
     capacities: dict[tuple[int, ...], int] = field(default_factory=dict)
     warnings_given: set[str] = field(default_factory=set)
+    token_keys: TokenKeys | None = None
 
     @staticmethod
     def build(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.collectives.engine import all_reduce_small
 from lamina.ddp.engine import main_of
-from lamina.mesh import ParallelMesh, mark
+from lamina.mesh import ParallelMesh, derive_seed, mark
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike
@@ -24,7 +24,8 @@ from lamina.models.compat import current_graph_task_id, one_graph_break
 from lamina.models.invariance.fixed_sums import FixedSums
 from lamina.models.invariance.layer_products import InvariantProducts
 from lamina.models.invariance.products import cut_blocks, row_sum
-from lamina.models.invariance.token_sums import sigmoid
+from lamina.models.invariance.random_keys import TokenKeys
+from lamina.models.invariance.token_sums import TokenCut, sigmoid
 from lamina.models.layers.dropout import dropout_stream
 from lamina.models.layers.linear import fixed_linear
 from lamina.models.layers.matmul_products import without_autocast
@@ -130,7 +131,7 @@ class TopKRouter(FixedSums, nn.Module):
         """
         context = context or RoutingContext()
         moe, padding = self.moe, context.padding
-        logits, scores = self.score(x)
+        logits, scores = self.score(x, context.token_keys)
         ranking = logits if moe.chosen_by == "logits" else scores
         experts = choose_experts(ranking, moe, self.expert_bias)
         if self.layout_invariant:
@@ -154,19 +155,24 @@ class TopKRouter(FixedSums, nn.Module):
             if losses and weights.requires_grad:
                 total = torch.stack([*losses.values()]).sum(dim=0)
                 weights = inject(weights, total, context.scale)
-        routing = self._limit(experts, weights, chosen, padding is not None)
+        routing = self._limit(experts, weights, chosen, padding is not None, shape)
         if self.training and not _running_again():
             self._notice_step(context.warnings_given)
             self._record(scored, chosen, routing.counts, losses)
         return routing
 
-    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and scores `[tokens, num_experts]` of `[tokens, hidden]`, jittered."""
+    def score(self, x: Tensor, token_keys: TokenKeys | None = None) -> tuple[Tensor, Tensor]:
+        """Logits and scores `[tokens, num_experts]` of `[tokens, hidden]`, jittered.
+
+        ValueError: jitter in a layer whose sums are fixed, without the tokens' keys.
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
         x = x.to(wide)
         if self.tokens is not None:
             experts, hidden = (cut_blocks((size,)) for size in self.weight.shape)
             partial = self.axes.tokens_tp is not None
+            if self.training and self.moe.jitter:
+                x = x * self._jitter_by_keys(x, token_keys)
             products = InvariantProducts(self.tokens, hidden, experts, partial)
             logits = fixed_linear(x, self.weight, products)
             softmax = self.moe.scores == "softmax"
@@ -230,6 +236,18 @@ class TopKRouter(FixedSums, nn.Module):
         moe = self.moe
         return f"{self.weight.shape[1]} -> {moe.top_k} of {moe.num_experts}, {moe.scores}"
 
+    def _jitter_by_keys(self, x: Tensor, token_keys: TokenKeys | None) -> Tensor:
+        jitter = self.moe.jitter
+        if token_keys is None:
+            raise ValueError(
+                f"jitter is {jitter} in a layer with invariant=True, and the keys of its "
+                f"{x.shape[0]} tokens are not known: call it from a GPTModel, or give it a "
+                "RoutingContext with token_keys"
+            )
+        return token_keys.uniform(
+            x, 1.0 - jitter, 1.0 + jitter, derive_seed(self.init_seed or 0, "jitter")
+        )
+
     def _sequences(self, logits: Tensor, shape: tuple[int, int] | None) -> Tensor | None:
         """The sequence of each token, for `sequence_loss`."""
         if not (self.moe.sequence_loss or (self.layout_invariant and self.moe.has_losses)):
@@ -285,12 +303,23 @@ class TopKRouter(FixedSums, nn.Module):
                     "GPTModel(config, mesh) (or the MoELayer) with the mesh that it is trained on"
                 )
 
-    def _limit(self, experts: Tensor, weights: Tensor, chosen: Tensor, padded: bool) -> Routing:
+    def _limit(
+        self,
+        experts: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        padded: bool,
+        shape: tuple[int, int] | None,
+    ) -> Routing:
         """Drop the copies that exceed the capacity of their experts."""
         moe = self.moe
         capacity = moe.capacity(experts.shape[0])
         counts = chosen
-        if capacity is not None:
+        if capacity is not None and self.tokens is not None:
+            kept = self._within_sequences(self.tokens, experts, weights, shape)
+            experts = experts.masked_fill(~kept, moe.num_experts)
+            counts = count_copies(experts, moe.num_experts)
+        elif capacity is not None:
             kept = within_capacity(experts, weights, capacity, moe.drop)
             experts = experts.masked_fill(~kept, moe.num_experts)
             counts = chosen.clamp(max=capacity)
@@ -299,6 +328,26 @@ class TopKRouter(FixedSums, nn.Module):
             weights = weights.masked_fill(experts == moe.num_experts, 0.0)
         fixed = capacity if moe.pad_to_capacity and self.training else None
         return Routing(experts, weights, counts, holes, fixed)
+
+    def _within_sequences(
+        self, cut: TokenCut, experts: Tensor, weights: Tensor, shape: tuple[int, int] | None
+    ) -> Tensor:
+        """As `within_capacity`, where each sequence has a capacity of its own."""
+        if shape is None:
+            raise ValueError(
+                f"capacity_factor is {self.moe.capacity_factor} with invariant=True, where each "
+                f"sequence has a capacity, and tokens come as {tuple(experts.shape[:1])}: pass "
+                "[batch, sequence, hidden], or a shape"
+            )
+        rows, width = shape[0], self.moe.num_experts + 1
+        split = self.axes.tokens_tp is not None
+        experts, weights = (cut.whole(x, scattered=split) for x in (experts, weights.detach()))
+        length = len(experts) // rows
+        sequences = torch.arange(rows, device=experts.device).repeat_interleave(length)
+        of_sequence = experts + width * sequences.unsqueeze(-1)
+        capacity = cast(int, self.moe.capacity(length))
+        kept = within_capacity(of_sequence, weights, capacity, self.moe.drop)
+        return cut.piece(kept.view(rows, length, -1)).reshape(-1, kept.shape[1])
 
     def leave_steps(self) -> None:
         """Somebody else looks for steps that come without `finalize_grads`, or has said so."""

@@ -51,7 +51,7 @@ class Microbatch:
 
     Only the last stage uses labels. Positions may be `[sequence]`. The sum of the tokens' losses is
     multiplied by `factor`, and auxiliary losses by `auxiliary`. The padding mask is True for tokens
-    that go to no expert.
+    that go to no expert. `number` is that of the microbatch in the step.
     """
 
     tokens: Tensor
@@ -61,6 +61,7 @@ class Microbatch:
     factor: Tensor | float = 1.0
     auxiliary: Tensor | float = 1.0
     padding_mask: Tensor | None = None
+    number: int = 0
 
 
 class GPTStage(GPTModel):
@@ -90,6 +91,8 @@ class GPTStage(GPTModel):
         self.axis, self.cp = model.axis, model.cp
         self.sequence_parallel, self.token_cut = model.sequence_parallel, model.token_cut
         self.expert_axes, self.auxiliary_scale = model.expert_axes, model.auxiliary_scale
+        # A copy, as `finalize_grads` ends the step of every stage.
+        self.forward_numbers = copy.deepcopy(model.forward_numbers)
         self.first, self.last, self.layers = first, last, tuple(layers)
         tied = model.head.tied
         # Before the head, as in the whole model: a tied weight has the name of its first module.
@@ -134,14 +137,17 @@ class GPTStage(GPTModel):
         positions = batch.positions
         if positions is None:
             positions = default_positions(batch.tokens, batch.document_ids)
+        token_keys = self.token_keys(batch.tokens, batch.number)
         if self.first:
             self.check_inputs(batch.tokens, batch.labels, batch.document_ids)
             cut = cut_sequence(positions, self.cp, dim=-1)
-            x = self.embed(cut_sequence(batch.tokens, self.cp), cut)
+            x = self.embed(cut_sequence(batch.tokens, self.cp), cut, token_keys=token_keys)
         if x is None:
             raise ValueError("x is None: only the first stage makes its own input")
         masks = batch.document_ids, batch.padding_mask
-        context = self.context(batch.tokens, x.dtype, positions, *masks, batch.auxiliary)
+        context = self.context(
+            batch.tokens, x.dtype, positions, *masks, batch.auxiliary, token_keys=token_keys
+        )
         for block in self.blocks:
             x = block(x, context)
         if not self.last:

@@ -216,6 +216,7 @@ def _check(
 _PARTS = (
     "embedding",
     "position_embedding",
+    "forward_numbers",
     "embedding_norm",
     "dropout",
     "blocks",
@@ -226,6 +227,7 @@ _PARTS = (
 _CALLED = (
     "forward",
     "embed",
+    "token_keys",
     "context",
     "loss",
     "check_inputs",

@@ -224,7 +224,7 @@ class PipelineRunner(nn.Module):
         if not self.per_token:
             factor = parts / (labels != IGNORED).sum().clamp(min=1).double()
         whole = positions is None or positions.ndim == 1
-        batches = []
+        batches: list[Microbatch] = []
         for inputs, targets, at, ids, padding in zip(
             tokens.tensor_split(number),
             labels.tensor_split(number),
@@ -235,7 +235,8 @@ class PipelineRunner(nn.Module):
         ):
             at = positions if whole else at
             auxiliary = self._drivers[0].stage.count_labels(targets) * factor
-            batches.append(Microbatch(inputs, targets, at, ids, factor, auxiliary, padding))
+            weights = factor, auxiliary
+            batches.append(Microbatch(inputs, targets, at, ids, *weights, padding, len(batches)))
         for each in batches:  # the size of a piece may not fit although that of the batch does
             check(each.tokens, each.labels, each.document_ids)
         return batches

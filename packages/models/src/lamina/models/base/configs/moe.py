@@ -51,7 +51,8 @@ class MoEConfig:
             `[1 - jitter, 1 + jitter]` (Fedus et al., 2021).
         capacity_factor: an expert takes at most `ceil(factor * top_k * tokens / num_experts)` of
             the copies that one rank sends. The others are dropped and contribute nothing to their
-            token (Lepikhin et al., 2020). None drops nothing.
+            token (Lepikhin et al., 2020). With `TransformerConfig(invariant=True)` these are the
+            tokens and copies of one sequence. None drops nothing.
         drop: which copies are dropped: those with the least `weight`, or the last by `position`.
         pad_to_capacity: in training every rank sends every expert the same number of rows, which
             is the capacity of the rank with the most tokens, padded with zeros. So shapes are
@@ -112,15 +113,12 @@ class MoEConfig:
     @property
     def depends_on_layout(self) -> dict[str, bool]:
         """Settings that `invariant=True` refuses, and why; and whether they are set."""
-        microbatch = "is about the tokens of a microbatch, which are of the layout"
+        microbatch = "needs counts of microbatches to come"
         return {
             f"dispatcher={self.dispatcher!r} (adds results by rank)": (
                 self.dispatcher == "all_gather"
             ),
-            f"capacity_factor={self.capacity_factor} (copies compete on a rank)": (
-                self.capacity_factor is not None
-            ),
-            f"jitter={self.jitter} (no random numbers by position)": self.jitter > 0.0,
+            "pad_to_capacity=True (pads to a capacity of a rank)": self.pad_to_capacity,
             f"switch_loss={self.switch_loss} (it {microbatch}; sequence_loss is not)": (
                 self.switch_loss > 0.0
             ),

@@ -40,7 +40,7 @@ from lamina.collectives.reduction.ordered import (
 from lamina.collectives.reduction.reduce import ReductionName, reduction_class
 from lamina.collectives.transport.groups import served_by_gloo
 from lamina.collectives.transport.lanes import Job, kept_bytes, release_kept
-from lamina.collectives.transport.peer_windows import open_window
+from lamina.collectives.transport.peer_windows import open_window, window_bytes
 from lamina.collectives.transport.transport import use_messages
 
 __all__ = [
@@ -89,4 +89,5 @@ __all__ = [
     "start_all_to_all",
     "start_reduce_scatter",
     "use_messages",
+    "window_bytes",
 ]

@@ -431,17 +431,21 @@ def lanes() -> list[Lane]:
 
 
 def kept_bytes() -> int:
-    """Host memory that collectives keep for their next calls, over all groups of this process.
+    """Memory that collectives keep for their next calls, over all groups of this process.
 
-    On CPU only: buffers of the sums that ran at once (per group at most
+    On CPU: buffers of the sums that ran at once (per group at most
     `threads * 2**17 * (8 + 4 * levels + 4)` bytes each, with `levels` up to log2(ranks) + 1 and
-    at most 16 threads counted), and up to 64 MiB per group of what was received by messages.
+    at most 16 threads counted), and up to 64 MiB per group of what was received by messages. On a
+    GPU: the windows in which GPUs of one host read each other's memory, 64 MiB per group.
     """
-    return sum(lane.scratch_pool.nbytes for lane in lanes())
+    windows = sum(w.nbytes for lane in lanes() for w in lane.windows.values() if w is not None)
+    return windows + sum(lane.scratch_pool.nbytes for lane in lanes())
 
 
 def release_kept() -> None:
     """Give back what `kept_bytes` counts, as after the last model; the next calls make it anew.
+
+    Windows of GPUs stay as long as their group, because all ranks of it would have to agree.
 
     No communication: each rank may call it when it likes, also while collectives run.
     """

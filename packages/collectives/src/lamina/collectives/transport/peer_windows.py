@@ -215,6 +215,12 @@ def open_window(group: ProcessGroup | None, device: torch.device) -> None:
         _LOGGER.info("collectives %s: its ranks %s", where(group), choice)
 
 
+def window_bytes(group: ProcessGroup | None, device: torch.device) -> int:
+    """GPU memory of this rank that a group's window takes; 0 where messages are exchanged."""
+    window: PeerWindow | None = None if group is None else lane_of(group).windows.get(device)
+    return 0 if window is None else window.nbytes
+
+
 def _refusal(group: ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks have to exchange messages, as all of them know; None if nothing is known."""
     size, backend = group.size(), backend_name(group, device)

@@ -1,12 +1,13 @@
 """Memory as a formula: what a wrapped model holds at rest and at its peak, from its layouts."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from lamina.collectives.engine import bytes_received
+from lamina.collectives.engine import bytes_received, window_bytes
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import InspectsItself, groups_of
 from lamina.ddp.inspect.wire import codec_of
@@ -60,6 +61,8 @@ class MemoryPlan:
             buffer being filled.
         padding: the part of `weights` that belongs to no parameter.
         losses: what an int8 wire has lost of this rank's gradients (`reduction="int8"`).
+        windows: GPU memory in which the GPUs of a host read what others reduce and gather, 64 MiB
+            for each process group that has a window, whatever the model's size.
         kept_buffers: gradient buffers of a step that are kept for the next one, at most
             (`DistributedDataParallel` on a CPU); part of what `local_grads` and `in_flight` count.
     """
@@ -73,12 +76,13 @@ class MemoryPlan:
     padding: int
     kept_buffers: int = 0
     losses: int = 0
+    windows: int = 0
 
     @property
     def resident(self) -> int:
         """Bytes held between steps."""
         states = self.weights + self.main_weights + self.main_grads
-        return states + self.losses + self.kept_buffers
+        return states + self.losses + self.kept_buffers + self.windows
 
     @property
     def peak(self) -> int:
@@ -93,6 +97,7 @@ class MemoryPlan:
             ("main grads", self.main_grads),
             ("rounding kept for int8 wire", self.losses),
             ("buffers kept", self.kept_buffers),
+            ("windows for GPUs of the host", self.windows),
             ("at rest", self.resident),
             ("local gradients of a step", self.local_grads),
             ("gathered units", self.gathered),
@@ -149,7 +154,19 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
             for group in trained
             if group.settings.reduction.keeps_losses and group.axes.size > 1
         ),
+        windows=_windows(groups),
     )
+
+
+def _windows(groups: Iterable[ParameterGroup]) -> int:
+    on_gpus = [group for group in groups if group.device.type == "cuda"]
+    pairs = {
+        (each, group.device)
+        for group in on_gpus
+        for purpose in ("gather", "reduce")
+        for each in group.axes.groups(purpose)
+    }
+    return sum(window_bytes(each, device) for each, device in pairs)
 
 
 def _bytes(group: ParameterGroup, numel: int, copy: str) -> int:

@@ -56,7 +56,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # traces are of a CPU
 @pytest.mark.parametrize("strategy", [1, 3])
 @pytest.mark.parametrize("name", [None, *FAULTS])
 def test_a_bit_that_a_rank_computes_wrong_is_named(name, strategy, ranks, tmp_path):
@@ -95,7 +95,7 @@ def test_a_bit_that_a_rank_computes_wrong_is_named(name, strategy, ranks, tmp_pa
         assert difference.count == 1
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # traces are of a CPU
 def test_a_gradient_that_is_not_summed_is_named_by_its_module(ranks, tmp_path):
     step = Step.parse("dp_shard 2, strategy 1", Step(length=16))
 
@@ -115,7 +115,7 @@ def test_a_gradient_that_is_not_summed_is_named_by_its_module(ranks, tmp_path):
         assert difference.key.what == "gradient of parameter"
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, backend="gloo")  # traces are of a CPU
 @pytest.mark.parametrize("loss", ["per_token", "mean"])
 @pytest.mark.parametrize(
     "layout", ["dp_shard 2, pp 2", "dp_replicate 2, dp_shard 2", "pp 2, dp_shard 2, rows 2"]

@@ -190,21 +190,21 @@ def test_there_are_twenty_faults_and_the_eleven_findings_are_among_them():
     assert len(CASES) - ("6 and 7: positions" in CASES) == 20
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # traces are of a CPU
 @pytest.mark.parametrize("name", [name for name in TWO if name in QUICK])
 def test_a_fault_is_named_by_its_module(name, ranks, tmp_path):
     names_its_module(CASES[name], ranks, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # traces are of a CPU
 @pytest.mark.parametrize("name", [name for name in TWO if name not in QUICK])
 def test_every_other_fault_is_named(name, ranks, tmp_path):
     names_its_module(CASES[name], ranks, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, backend="gloo")  # traces are of a CPU
 @pytest.mark.parametrize("name", FOUR)
 def test_a_fault_on_four_ranks_is_named(name, ranks, tmp_path):
     names_its_module(CASES[name], ranks, tmp_path)

@@ -15,6 +15,7 @@ from lamina.ddp import (
     finalize_grads,
     full_gradients,
     full_parameters,
+    memory_plan,
 )
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina.mesh import ParallelLayout
@@ -155,7 +156,7 @@ def test_no_weight_gradient_is_copied(name, wrapper, ranks):
     check_copies(CONFIGS[name], {"dp_shard": 2}, wrapper)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # a GPU has grouped products of bf16 alone
 def test_no_gradient_of_experts_is_copied(ranks):
     moe = MoEConfig(num_experts=4, top_k=2, ffn_size=64)
     for wrapper, experts in (("ddp", "grouped"), (3, "loop")):
@@ -223,6 +224,8 @@ def check_copies(config, axes, wrapper):
         model, optimizer = wrap(bare, mesh, wrapper)
     else:
         model, optimizer = data_parallel(bare, mesh, wrapper), None
+    if memory_plan(model).windows:
+        pytest.skip("GPUs of one host copy each slice into a window first")
     for step in range(2):  # the first has slots and buffers to make
         copied, gathered = copied_in_backward(model, step, wide)
         if optimizer is not None:

@@ -104,6 +104,8 @@ def test_training_equals_one_process_over_tp(name, sequence_parallel):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", ["ring", "all_gather", "ulysses"])
 def test_training_equals_one_process_over_cp(way):
+    if way == "ring" and device_type() == "cuda":
+        pytest.skip("a ring has no sliding windows on a GPU")
     layout = ParallelLayout(cp=2)
     config = replace(MIXED, vocab_size=62, context_parallel=way)
     test_context_parallel.train_alike(config, layout)

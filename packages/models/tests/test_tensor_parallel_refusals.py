@@ -27,8 +27,9 @@ def test_ids_of_no_rank_are_refused_or_show(monkeypatch):
         for name in ("tokens", "labels"):
             strange = {**data, name: data[name].clone()}
             strange[name][1, 3] = bad
-            with pytest.raises(ValueError, match=f"{name} hold {bad} .* they must be 0 to 60"):
-                model(**strange)
+            if device_type() == "cpu":
+                with pytest.raises(ValueError, match=f"{name} hold {bad} .* they must be 0 to 60"):
+                    model(**strange)
             # A GPU does not look.
             with monkeypatch.context() as patch:
                 for module in ("decoder.gpt", "layers.loss", "layers.embedding"):

@@ -40,7 +40,12 @@ CONFIG = TransformerConfig(
     max_sequence_length=32,
     tie_embeddings=True,
 )
-TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+ON_HOST = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def tokens():
+    """The same ids on the rank's device."""
+    return ON_HOST.to(device_type())
 
 
 @pytest.mark.ranks(2)
@@ -59,7 +64,7 @@ def test_parallelize_module_makes_the_model_that_a_mesh_makes(sequence_parallel)
         assert role_of(parameter) == role_of(other), name
     assert model.head.weight is model.embedding.weight
     for each in (model, expected):
-        each(TOKENS, TOKENS).backward()
+        each(tokens(), tokens()).backward()
     for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(parameter.grad, other.grad)
 
@@ -71,11 +76,11 @@ def test_parallelize_module_keeps_weights_that_were_trained():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01)
-    expected = model(TOKENS)
+    expected = model(tokens())
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]
     parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
-    torch.testing.assert_close(model(TOKENS), expected)
+    torch.testing.assert_close(model(tokens()), expected)
     assert [module.training for module in model.modules()] == modes
     with pytest.raises(ValueError, match="cut over tp already"):
         tensor_parallel_plan(model)
@@ -101,11 +106,11 @@ def test_parallelize_module_refuses_what_it_would_lose():
     for config, change in changes.values():
         model = GPTModel(config, seed=3)
         change(model)
-        before = model.eval()(TOKENS)
+        before = model.eval()(tokens())
         with pytest.raises(ValueError, match=r"blocks\..* is not as its config makes it"):
             parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
         assert model.axis is None
-        assert torch.equal(model(TOKENS), before)
+        assert torch.equal(model(tokens()), before)
     # Nothing is lost that was put back, or is as the config says.
     model = apply_precision(GPTModel(plain, seed=3), fp8)
     apply_recompute(apply_recompute(apply_precision(model, Precision()), "full"), "none")
@@ -182,7 +187,7 @@ def test_torch_fsdp_trains_a_model_from_the_meta_device(recompute):
     model.init_weights()
     whole = GPTModel(CONFIG, seed=3)
     for each in (model, whole):
-        each(TOKENS, TOKENS).backward()
+        each(tokens(), tokens()).backward()
     for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(parameter.full_tensor(), other, msg=name)
         torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
@@ -196,7 +201,7 @@ def test_autocast_reaches_cut_layers_and_the_loss(sequence_parallel):
     model, whole = GPTModel(config, mesh, seed=3), GPTModel(config, seed=3)
     with torch.autocast(device_type(), dtype=torch.bfloat16):
         assert model.blocks[0].mlp.up(torch.zeros(4, 32)).dtype == torch.bfloat16
-        losses = [each(TOKENS, TOKENS) for each in (model, whole)]
+        losses = [each(tokens(), tokens()) for each in (model, whole)]
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
@@ -208,11 +213,11 @@ def test_autocast_reaches_cut_layers_and_the_loss(sequence_parallel):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_train(dtype):
     model = GPTModel(CONFIG, seed=3).to(dtype)
-    loss = model(TOKENS, TOKENS)
+    loss = model(tokens(), tokens())
     loss.backward()
     assert loss.dtype == torch.float32
-    assert model(TOKENS).dtype == dtype
-    expected = GPTModel(CONFIG, seed=3)(TOKENS, TOKENS)
+    assert model(tokens()).dtype == dtype
+    expected = GPTModel(CONFIG, seed=3)(tokens(), tokens())
     torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
@@ -221,9 +226,9 @@ def test_half_precision_models_train(dtype):
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_a_model_compiles_into_one_graph(norm):
     model = GPTModel(replace(CONFIG, norm=norm, qk_norm=norm == "rmsnorm"), seed=3)
-    expected = model(TOKENS, TOKENS)
+    expected = model(tokens(), tokens())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    loss = compiled(TOKENS, TOKENS)
+    loss = compiled(tokens(), tokens())
     loss.backward()
     torch.testing.assert_close(loss, expected)
 
@@ -232,7 +237,7 @@ def test_a_model_whose_layers_differ_compiles_into_one_graph():
     layers = tuple(LayerSpec(sliding_window=4 if at else None) for at in range(CONFIG.num_layers))
     model = GPTModel(replace(CONFIG, layers=layers), seed=3)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(TOKENS), model(TOKENS))
+    torch.testing.assert_close(compiled(tokens()), model(tokens()))
 
 
 def test_state_dicts_survive_a_round_trip(tmp_path):
@@ -240,7 +245,7 @@ def test_state_dicts_survive_a_round_trip(tmp_path):
     torch.save(model.state_dict(), tmp_path / "model.pt")
     other = GPTModel(CONFIG, seed=4)
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    assert torch.equal(other(TOKENS), model(TOKENS))
+    assert torch.equal(other(tokens()), model(tokens()))
 
 
 def test_a_copied_model_is_independent():

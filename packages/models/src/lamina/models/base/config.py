@@ -627,10 +627,15 @@ class TransformerConfig:
         own |= {} if spec.letter in "TE" else {"moe": None}
         return replace(self, **{**own, **dict(spec.changes)})
 
-    @cached_property
+    @property
     def distinct_layers(self) -> list[TransformerConfig]:
         """The configs of layers that differ."""
-        first = {spec: at for at, spec in reversed(list(enumerate(self.layers or "T")))}
+        return self._of_specs if self.layers else [self]
+
+    # On Python 3.11 it takes a lock where it is not made yet, which no compiled graph can hold.
+    @cached_property
+    def _of_specs(self) -> list[TransformerConfig]:
+        first = {spec: at for at, spec in reversed(list(enumerate(self.layers or ())))}
         return [self.of_layer(at) for at in sorted(first.values())]
 
     @property

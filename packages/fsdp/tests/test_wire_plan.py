@@ -84,6 +84,8 @@ def test_leaves_that_are_no_whole_subtree_are_in_the_plan(strategy, ranks):
 )
 def test_the_plan_of_a_step_is_what_the_ledger_counts(monkeypatch, strategy, replicate, settings):
     """Two hosts of two ranks; one microbatch, and two."""
+    if settings.get("reduction") == "checked" and device_type() == "cuda":
+        pytest.skip("the host looks at checksums")
     monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(WIDTH) for _ in range(3)))

@@ -42,8 +42,9 @@ def test_a_record_knows_each_storage_from_birth_to_death():
 def test_inputs_that_go_right_after_an_operator_were_there_beside_its_results():
     with StepRecorder("cpu") as recorder:
         torch.zeros(1000) + 1.0
-    resting = sum(recorder.record.timeline()[0][1].values()) - 4000
-    assert sum(recorder.record.peak().values()) - resting == 8000
+    given, result = recorder.record.lives[-2:]
+    assert (given.sizes[0][1], result.sizes[0][1]) == (4000, 4000)
+    assert given.died > result.born, "the operator reads what is gone"
 
 
 def test_whole_units_are_named_at_the_peak():

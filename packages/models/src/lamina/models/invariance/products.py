@@ -35,8 +35,8 @@ _FEWEST = 16
 # after the other with a fused multiply-add. So an element is a chain, whatever the number of rows,
 # columns and threads. This holds for inner dimensions up to 192; from 256 on MKL cuts them by the
 # shapes. With fewer than 4 rows or 16 columns it takes other kernels, so small operands are padded.
-# If a result is added to (`addmm_`), the chain starts at zero and is added at its end. A chain of one
-# element is the exception: with AVX-512 `addmm_` rounds such a product once with its sum, and
+# If a result is added to (`addmm_`), the chain starts at zero and is added at its end. A chain of
+# one element is the exception: with AVX-512 `addmm_` rounds such a product once with its sum, and
 # `baddbmm_` rounds it twice, so it is multiplied and added apart. All of this is measured, not
 # promised: tests/test_invariant_sums.py compares with chains written in Python.
 

@@ -9,7 +9,7 @@ from lamina.buffers.pool.pool import SavedTensorGuard, ScratchBuffers
 from lamina.buffers.pool.slots import SlotPlan, color_slots
 from lamina.buffers.resolve_axes import Axis, PlainAxis, resolve_axes
 from lamina.buffers.tensors.span_moves import narrowed
-from lamina.buffers.tensors.span_reductions import PNorm
+from lamina.buffers.tensors.span_reductions import PNorm, pieces
 from lamina.buffers.tensors.span_tensor import SpanCommunicator, SpanSpec
 from lamina.buffers.tensors.tensor_part import TensorPart
 
@@ -33,6 +33,7 @@ __all__ = [
     "boxes_of_span",
     "color_slots",
     "narrowed",
+    "pieces",
     "resolve_axes",
     "split_by_row",
 ]

@@ -56,6 +56,8 @@ class GroupSettings:
         release_gradients: give the memory of zeroed main grads back until the next reduction, as
             autograd does with `.grad`; otherwise it is kept, which saves the page faults of new
             memory on a CPU.
+        exact_norm: add the squares of gradients as integers. See Note [Squares by exponents] in
+            `lamina.ddp.norm.exact_squares`.
     """
 
     strategy: Strategy
@@ -70,6 +72,7 @@ class GroupSettings:
     pinned: bool = False
     casts_in_gathers: bool = False
     release_gradients: bool = False
+    exact_norm: bool = False
 
     @property
     def cadence(self) -> Cadence:

@@ -17,6 +17,7 @@ from lamina.ddp.group.group import step_agreement
 from lamina.ddp.inspect.inspection import HasGroups
 from lamina.ddp.monitor.health import HealthMonitor
 from lamina.ddp.monitor.replicas import ReplicaMonitor
+from lamina.ddp.norm.exact_squares import norm_of
 from lamina.ddp.norm.shares import Share, shares_of
 from lamina.ddp.parameters.axes import DataParallelAxes, whole_mesh
 from lamina.mesh import ParallelMesh
@@ -37,8 +38,9 @@ def clip_grad_norm(
 
     Every parameter counts once: pieces are added over the axes that cut it (data-parallel shards,
     tensor-parallel pieces, experts, pipeline stages) and copies are not. Powers are added in fp64
-    and the norm is rounded once, so the number of ranks does not change it. Collective over the
-    mesh, or without one over the data-parallel ranks.
+    and the norm is rounded once, so the number of ranks does not change it. Modules that were
+    wrapped with `invariant=True` have their 2-norm from integers, so no layout can change it.
+    Collective over the mesh, or without one over the data-parallel ranks.
 
     Args:
         parameters_or_module: a wrapped module (fast: flat buffers, and the squares that reductions
@@ -63,7 +65,8 @@ def clip_grad_norm(
     Raises:
         ValueError: for a negative `max_norm` or NaN, an order that is not positive, and without a
             mesh for parameters of which other ranks hold other parts, or with `health` or
-            `replicas` on ranks that share no parameter.
+            `replicas` on ranks that share no parameter. Also for fp64 gradients of a module that
+            was wrapped with `invariant=True`.
         FloatingPointError: on every rank, if `health` says that training stops.
         DisagreementError: data- or tensor-parallel ranks have other steps or hyperparameters.
         ReplicaError: on every rank, if `replicas` finds copies that differ and does not heal them.
@@ -80,8 +83,9 @@ def clip_grad_norm(
         raise ValueError(f"max_norm={max_norm} must be >= 0 and norm_type={norm_type} above 0")
     target = parameters_or_module
     items = [target] if isinstance(target, (nn.Module, torch.Tensor)) else list(target)
-    shares = shares_of(items, PNorm(norm_type), mesh)
-    op, device = PNorm(norm_type).op, _device_of(shares, mesh)
+    norm_kind = norm_of(items, norm_type)
+    shares = shares_of(items, norm_kind, mesh)
+    op, device = norm_kind.op, _device_of(shares, mesh)
     # What rides in the norm's message, by who sends it: fp64 vectors, reduced as the norm is.
     riders: dict[str, torch.Tensor] = {}
     if health is not None:
@@ -92,7 +96,7 @@ def clip_grad_norm(
     # Riders make the host wait for the device: this one alone is not worth that.
     if same is not None and (riders or _reads_for_nothing(device)):
         riders["step"] = same.message
-    total, axes = _total(shares, PNorm(norm_type), mesh, list(riders.values()))
+    total, axes = _total(shares, norm_kind, mesh, list(riders.values()))
     norm = total.to(torch.float32)
     read = _on_host({**riders, "norm": norm.double().reshape(1)}) if riders else {}
     # Ranks that differ in the step judge other things differently too, so this is judged first.
@@ -172,9 +176,9 @@ def _total(
 ) -> tuple[torch.Tensor, tuple[MeshAxis, ...]]:
     """The norm in fp64, with the same collectives on every rank whatever parameters it has.
 
-    Over a mesh each rank adds one number (decision 0403). Without one it adds a number per set of
-    data-parallel axes, which all ranks along them have alike. The message over the widest set takes
-    along the `riders` (fp64), and that set is returned too.
+    Over a mesh each rank adds one share, a number unless the norm is exact (decision 0403). Without
+    one it adds a share per set of data-parallel axes, which all ranks along them have alike. The
+    message over the widest set takes along the `riders` (fp64), and that set is returned too.
     """
     device = _device_of(shares, mesh)
     everyone = whole_mesh(mesh)

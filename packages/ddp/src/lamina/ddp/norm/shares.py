@@ -94,9 +94,9 @@ class _Shares:
         if not any(gradients.produced_gradient):
             return None
         stepped = group.gradients_to_step
-        squares = group.shown.squares  # asked at every clip: reductions look for them from then on
-        if self._norm.order != 2:
-            squares = None
+        # Asked at every clip: reductions look for them from then on. They are rounded, so an exact
+        # norm has no use for them.
+        squares = group.shown.squares if self._norm == PNorm(2.0) else None
         value = None
         # Ranks may have found the squares in pieces of a gradient that all of them hold whole.
         pieces = stepped.cuts if squares is None else squares.pieces

@@ -591,6 +591,7 @@ def _settings(config: DistributedDataParallelConfig, dense: DataParallelAxes) ->
             config.reproducible or config.invariant,
             config.average_in_collective,
         ),
+        exact_norm=config.invariant,
     )
 
 

@@ -383,6 +383,7 @@ def _group_settings(strategy: Strategy, sharding: Sharding) -> GroupSettings:
         reduction=settings.rank_sum,
         casts_in_gathers=True,
         release_gradients=True,
+        exact_norm=settings.invariant,
         device=device,
     )
     if not isinstance(settings.offload_policy, CPUOffloadPolicy):

@@ -144,13 +144,15 @@ LAYOUTS = (
     Layout(tp=2, sp=True, pp=2, dp=2, microbatches=2),
     Layout(tp=2, sp=True, cp=2, pp=2, microbatches=2),
     Layout(cp=4, dp=2), Layout(tp=4, sp=True, dp=2),
+    Layout(dp=4, replicate=2, strategy=1), Layout(tp=2, dp=4), Layout(dp=4, pp=2, microbatches=2),
+    Layout(tp=4, pp=2, microbatches=4), Layout(tp=2, sp=True, replicate=4, strategy=0),
 )  # fmt: skip
 
 
 EXPERT_LAYOUTS = (
-    Layout(microbatches=2), Layout(dp=2), Layout(dp=2, ep=2, strategy=1, microbatches=2),
+    *LAYOUTS, Layout(dp=2, ep=2, strategy=1, microbatches=2),
     Layout(dp=2, expert_tp=2), Layout(tp=2, expert_tp=2), Layout(tp=2, sp=True, ep=2),
-    Layout(cp=2), Layout(pp=2, microbatches=2), Layout(dp=4, ep=2, expert_tp=2),
+    Layout(dp=4, ep=2, expert_tp=2),
     Layout(dp=2, replicate=2, ep=2), Layout(tp=2, sp=True, dp=2, ep=4),
     Layout(tp=2, sp=True, cp=2, ep=2), Layout(dp=2, pp=2, ep=2, microbatches=2),
     Layout(tp=2, sp=True, pp=2, dp=2, ep=4, microbatches=2),
@@ -158,10 +160,27 @@ EXPERT_LAYOUTS = (
 
 
 def layouts_of(model: str) -> tuple[Layout, ...]:
-    """The layouts of one of `KINDS` or `RANDOM`."""
-    config = {**KINDS, **RANDOM}[model]
+    """The layouts that a model knows."""
+    config = {**MODELS, **KINDS, **RANDOM}[model]
     chosen = EXPERT_LAYOUTS if config.moe else LAYOUTS
     return tuple(each for each in chosen if config.mamba is None or each.cp == 1)
+
+
+def by_ranks(model: str, dtype: torch.dtype) -> dict[int, list[Layout]]:
+    """The layouts of a model by their number of ranks.
+
+    A model in bf16 under DDP starts from rounded weights: another model.
+    """
+    layouts: dict[int, list[Layout]] = {}
+    for layout in layouts_of(model):
+        if not (layout.ddp and dtype is torch.bfloat16):
+            layouts.setdefault(layout.ranks, []).append(layout)
+    return layouts
+
+
+def hashes_of(model: str, layouts: list[Layout], dtype: torch.dtype, steps: int) -> list[str]:
+    """The hash of each layout, all of them on one process group."""
+    return [hash_of(model, layout, dtype, steps) for layout in layouts]
 
 
 def hash_of(model: str, layout: Layout, dtype: torch.dtype, steps: int) -> str:

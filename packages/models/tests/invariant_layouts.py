@@ -150,7 +150,8 @@ LAYOUTS = (
 
 
 EXPERT_LAYOUTS = (
-    *LAYOUTS, Layout(dp=2, ep=2, strategy=1, microbatches=2),
+    *(each for each in LAYOUTS if each.tp == 1 or each.sp),
+    Layout(dp=2, ep=2, strategy=1, microbatches=2),
     Layout(dp=2, expert_tp=2), Layout(tp=2, expert_tp=2), Layout(tp=2, sp=True, ep=2),
     Layout(dp=4, ep=2, expert_tp=2),
     Layout(dp=2, replicate=2, ep=2), Layout(tp=2, sp=True, dp=2, ep=4),

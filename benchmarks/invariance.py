@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lamina.models import GPTModel, TransformerConfig
+from lamina.models import GPTModel, MambaConfig, MoEConfig, TransformerConfig
 from lamina.models.attention import AttentionContext
 
 SHAPE = TransformerConfig(
@@ -31,6 +31,14 @@ SHAPE = TransformerConfig(
     max_sequence_length=512,
     qk_norm=True,
 )
+MIXED = replace(
+    SHAPE,
+    num_layers=2,
+    layer_pattern="ME",
+    moe=MoEConfig(num_experts=8, top_k=2, ffn_size=704),
+    mamba=MambaConfig(head_dim=64, state_size=64, chunk_size=128),
+)
+"""A layer of Mamba and one of experts, of which as many weights are used as the MLP has."""
 Step = Callable[[], Tensor]
 
 
@@ -43,20 +51,21 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     shape = (arguments.sequences, SHAPE.max_sequence_length)
     tokens = torch.randint(SHAPE.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    plain, fixed = (
-        GPTModel(replace(SHAPE, invariant=invariant), seed=1) for invariant in (False, True)
-    )
     print(
         f"torch {torch.__version__}, {arguments.threads} thread(s), {shape[0]} x {shape[1]}, "
         f"hidden {SHAPE.hidden_size}, {SHAPE.num_layers} layers, vocabulary {SHAPE.vocab_size}"
     )
     print("| part | torch's kernels, s | invariant=True, s | ratio |")
     print("| --- | --- | --- | --- |")
-    for name, step in parts(tokens).items():
-        first, second = step(plain), step(fixed)
-        compare(name, first, second, plain, fixed)
-        before, after = in_turns(first, second, arguments.turns)
-        print(f"| {name} | {before:.3f} | {after:.3f} | {after / before:.2f} |", flush=True)
+    for shape_of, steps in ((SHAPE, parts(tokens)), (MIXED, mixed_parts(tokens))):
+        plain, fixed = (
+            GPTModel(replace(shape_of, invariant=invariant), seed=1) for invariant in (False, True)
+        )
+        for name, step in steps.items():
+            first, second = step(plain), step(fixed)
+            compare(name, first, second, plain, fixed)
+            before, after = in_turns(first, second, arguments.turns)
+            print(f"| {name} | {before:.3f} | {after:.3f} | {after / before:.2f} |", flush=True)
 
 
 def parts(tokens: Tensor) -> dict[str, Callable[[GPTModel], Step]]:
@@ -87,6 +96,21 @@ def parts(tokens: Tensor) -> dict[str, Callable[[GPTModel], Step]]:
         ),
         "model": lambda model: lambda: backward(model(tokens, tokens)),
     }
+
+
+def mixed_parts(tokens: Tensor) -> dict[str, Callable[[GPTModel], Step]]:
+    """As `parts`, of a model with Mamba and experts."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(*tokens.shape, SHAPE.hidden_size, generator=generator)
+
+    def of(block: int) -> Callable[[GPTModel], Step]:
+        def make(model: GPTModel) -> Step:
+            mixer = model.blocks[block].mixer
+            return lambda: backward(mixer(hidden.requires_grad_()))
+
+        return make
+
+    return {"Mamba": of(0), "experts (2 of 8)": of(1)}
 
 
 def backward(result: Tensor) -> Tensor:

@@ -22,16 +22,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from invariant_layouts import LAYOUTS, MODELS, ROWS, Layout, sha256, train
+from invariant_layouts import KINDS, LAYOUTS, MODELS, ROWS, Layout, layouts_of, sha256, train
 
 ALONE = Layout()
+EVERY = {**MODELS, **KINDS}
+GIVEN = ("grouped", "latent", "experts", "mamba", "hybrid")
 
 
 def cases(words: argparse.Namespace, world: int) -> Iterator[tuple[str, torch.dtype, Layout]]:
     """Yield the models, dtypes and layouts of a number of ranks, one rank alone first."""
     for name in words.models:
         for dtype in (getattr(torch, word) for word in words.dtypes):
-            for layout in (ALONE, *LAYOUTS):
+            for layout in (ALONE, *(layouts_of(name) if name in KINDS else LAYOUTS)):
                 # A model in bf16 under DDP starts from rounded weights: another model.
                 apart = layout.ddp and dtype is torch.bfloat16
                 chosen = not words.layouts or layout is ALONE or str(layout) in words.layouts
@@ -66,7 +68,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rows", type=int, default=ROWS, help="sequences of a batch")
-    parser.add_argument("--models", nargs="+", default=["grouped", "latent"], choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=[*GIVEN], choices=EVERY)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--layouts", nargs="+", default=[], help="such as tp2,sp; all if none")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])

@@ -317,7 +317,7 @@ class TransformerConfig:
             Transformer Engine; and which blocks keep the model's dtype.
         invariant: all sums whose order could depend on how ranks share the work, on the batch or
             on packing have one order, which the model fixes: the same bits for every layout
-            (docs/invariance.md, with its price). On CPUs.
+            (docs/invariance.md, with its price).
         init_std: standard deviation of initial weights; projections into the residual stream are
             scaled down by the root of their number (Radford et al., 2019).
         residual_additions: that number; None counts the layers.

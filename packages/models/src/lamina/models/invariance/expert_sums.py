@@ -7,11 +7,15 @@ nor in what order they came.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from lamina.models.base.applied import applied
 from lamina.models.invariance.products import GRANULE, product
+from lamina.models.invariance.token_sums import sum_by_row
 
 
 def rows_weight_product(grad: Tensor, x: Tensor, tokens: Tensor) -> Tensor:
@@ -52,3 +56,21 @@ def sparse_tree(leaves: Sequence[tuple[int, slice]], make: Callable[[slice], Ten
     bit = 1 << ((leaves[0][0] ^ leaves[-1][0]).bit_length() - 1)
     split = next(at for at, (number, _) in enumerate(leaves) if number & bit)
     return sparse_tree(leaves[:split], make).add_(sparse_tree(leaves[split:], make))
+
+
+def sums_by_sequence(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+    """Add `[tokens, width]` over the tokens of each sequence, by number: `[sequences, width]`."""
+    return applied(_SumsBySequence, values, sequence, sequences)
+
+
+class _SumsBySequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+        ctx.save_for_backward(sequence)
+        return sum_by_row(sequence, values, sequences)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (sequence,) = ctx.saved_tensors
+        return grad[sequence], None, None

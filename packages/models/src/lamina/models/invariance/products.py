@@ -230,15 +230,6 @@ def _on_a_gpu(left: Tensor, right: Tensor, blocks: Sequence[Block] | None) -> Te
     return total if batched else total[0]
 
 
-def require_cpu(what: str, x: Tensor) -> None:
-    """Refuse tensors of a GPU for `what`, whose sums there depend on shapes."""
-    if x.device.type not in ("cpu", "meta"):
-        raise NotImplementedError(
-            f"invariant=True has {what} for CPUs, and these are on {x.device}: take "
-            "invariant=False there, where layouts agree within a tolerance"
-        )
-
-
 def _require_float32(x: Tensor) -> None:
     if x.dtype == torch.float64:
         raise NotImplementedError(

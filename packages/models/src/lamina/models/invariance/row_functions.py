@@ -7,6 +7,7 @@ and so on the batch and the ranks. These add each row by itself, and matrices by
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -31,6 +32,41 @@ class _ScaleRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, factors = ctx.saved_tensors
         return grad * factors.unsqueeze(-1), row_sum(grad * x).squeeze(-1)
+
+
+def row_softmax(x: Tensor) -> Tensor:
+    """The softmax of each row of float32 `[..., width]`.
+
+    On a CPU torch adds each row by itself. On a GPU its order depends on the number of rows.
+    """
+    if not x.is_cuda:
+        return x.softmax(-1)
+    return to_one((x - x.detach().amax(dim=-1, keepdim=True)).exp())
+
+
+def to_one(x: Tensor) -> Tensor:
+    """Each row divided by its sum; a gradient's sum is as that of `row_softmax`."""
+    total = row_sum(x) + 1e-20
+    return scale_rows(x, 1.0 / total.squeeze(-1)) if x.is_cuda else x / total
+
+
+def log_sum_exp(x: Tensor) -> Tensor:
+    """`x.logsumexp(-1)` of rows, as `row_softmax`: `[...]`."""
+    if not x.is_cuda:
+        return x.logsumexp(-1)
+    largest = x.detach().amax(dim=-1, keepdim=True)
+    return (row_sum((x - largest).exp()).log() + largest).squeeze(-1)
+
+
+def running_sum(x: Tensor) -> Tensor:
+    """`x.cumsum(-1)`, as `row_softmax`: on a GPU each doubling of the reach is one addition."""
+    if not x.is_cuda:
+        return x.cumsum(dim=-1)
+    reach = 1
+    while reach < x.shape[-1]:
+        x = x + F.pad(x[..., :-reach], (reach, 0))
+        reach *= 2
+    return x
 
 
 def matrix_products(left: Tensor, right: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.base.weight_link import WeightLink
 from lamina.models.invariance.convolution import fixed_convolution
 from lamina.models.invariance.fixed_sums import FixedSums
-from lamina.models.invariance.products import require_cpu, row_sum
+from lamina.models.invariance.products import row_sum
 from lamina.models.invariance.row_functions import scale_rows, softplus, times_vector
 from lamina.models.invariance.token_sums import ACTIVATIONS, TokenSum, add_vector
 from lamina.models.layers.linear import from_residual, into_residual
@@ -152,7 +152,6 @@ class StateSpaceScan(FixedSums, nn.Module):
     ) -> Tensor:
         """Run the scan; shapes as of `chunked_scan`, the result in the dtype of x."""
         if self.tokens is not None:
-            require_cpu("scans", x)
             return self._in_order(x, dt, b, c, runs, TokenSum(self.tokens.of(x)))
         path = choose_path(self.sizes.path, x.device, x.dtype)
         steps = self.steps(dt)

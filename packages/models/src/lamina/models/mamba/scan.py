@@ -27,6 +27,7 @@ from lamina.models.invariance.row_functions import (
     decay_between,
     for_each,
     matrix_products,
+    running_sum,
     scale_rows,
 )
 from lamina.models.layers.matmul_products import without_autocast
@@ -195,7 +196,7 @@ def fixed_scan(
     """
     length, groups, per = x.shape[1], b.shape[2], x.shape[2] // b.shape[2]
     inputs = _cut(scale_rows(x.float(), steps), chunk, groups)
-    total = _cut(decay.unsqueeze(-1), chunk, groups).squeeze(-1).cumsum(dim=-1)
+    total = running_sum(_cut(decay.unsqueeze(-1), chunk, groups).squeeze(-1))
     keys, queries = (_cut(part.float(), chunk, groups).squeeze(2) for part in (b, c))
     documents = None if runs is None else _Documents(runs, chunk)
 

@@ -42,8 +42,9 @@ class CopyOrder:
         Where several ranks have copies of an expert and pieces of the same sequences, each has the
         gradient of some rows, and zeros in the others.
         """
-        experts = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
         tokens, copies = self.tokens, self._copies()
+        sizes = torch.tensor(self.sizes, device=tokens.device)
+        experts = torch.arange(len(self.sizes), device=tokens.device).repeat_interleave(sizes)
         out = grad.shape[1]
         own = slice(0, out)
         if copies is not None:
@@ -91,7 +92,7 @@ class CopyOrder:
         for axis in (axes.tokens_tp, axes.cp):
             if axis is None:
                 continue
-            group, count = axis.group, torch.tensor([len(rows)])
+            group, count = axis.group, torch.tensor([len(rows)], device=rows.device)
             counts = start_all_gather(count, group, async_op=False).wait().tolist()
             most = max(counts)
             rows, labels = (
@@ -167,16 +168,17 @@ def _by_expert(
     return torch.cat([product(part, matrix, blocks) for part, matrix in parts])
 
 
-def numbers_of_tokens(cut: TokenCut, axes: ExpertAxes, count: int) -> Tensor:
+def numbers_of_tokens(cut: TokenCut, axes: ExpertAxes, count: int, device: torch.device) -> Tensor:
     """The numbers of this rank's tokens among those of all data-parallel ranks: int64 `[count]`.
 
     Args:
         cut: how the ranks cut a batch.
         axes: of the experts.
         count: of tokens here.
+        device: of the numbers.
     """
     cp = 1 if axes.cp is None else axes.cp.size
     tp = 1 if axes.tokens_tp is None else axes.tokens_tp.size
     whole = count * cp * tp
-    numbers = cut.piece(torch.arange(whole).view(cut.rows, -1))
+    numbers = cut.piece(torch.arange(whole, device=device).view(cut.rows, -1))
     return numbers.flatten() + (0 if axes.dp is None else axes.dp.rank * whole)

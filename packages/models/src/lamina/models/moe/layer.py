@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.mesh_axes import MeshLike
-from lamina.models.invariance.products import require_cpu
 from lamina.models.invariance.token_sums import in_float32, sigmoid
 from lamina.models.layers.linear import Linear
 from lamina.models.layers.mlp import MLP
@@ -93,10 +92,9 @@ class MoELayer(nn.Module):
         routing = self.router(tokens, context, shape)
         numbers = None
         if self.experts.tokens is not None:
-            require_cpu("experts", x)
             # Results of ranks are added in float32, and rounded once.
             tokens = tokens.float()
-            numbers = numbers_of_tokens(self.experts.tokens, self.axes, len(tokens))
+            numbers = numbers_of_tokens(self.experts.tokens, self.axes, len(tokens), x.device)
         way = self.dispatcher.dispatch(tokens, routing, context.capacities, numbers)
         inner = None if self.shared is None else self.shared.activation(self.shared.up(x))
         results = self.experts(way.arrive())

@@ -7,8 +7,9 @@ parts of one set exchange the counts, and each computes the part of the sum over
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.compat import one_graph_break
+from lamina.models.invariance.expert_sums import sums_by_sequence
+from lamina.models.invariance.products import row_sum
 from lamina.models.invariance.random_keys import TokenKeys
+from lamina.models.invariance.row_functions import log_sum_exp
 from lamina.models.layers.zigzag import cut_sequence
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.routing import count_copies
@@ -187,18 +191,19 @@ def losses_by_sequence(scored: Scored, moe: MoEConfig, loads: Tensor) -> dict[st
     if scored.counted is not None:
         probabilities = probabilities * scored.counted.unsqueeze(-1)
     if moe.sequence_loss:
-        losses["sequence"] = moe.sequence_loss * _by_sequence(scored, probabilities, loads)
+        losses["sequence"] = moe.sequence_loss * _by_sequence(scored, probabilities, loads, True)
     if moe.z_loss:
-        squares = _squares(scored)
-        sums = squares.new_zeros(scored.sequences)
-        sums = sums.index_add(0, scored.sequence, squares)  # type: ignore[arg-type]
+        squares = _squares(scored, log_sum_exp).unsqueeze(-1)
+        sums = sums_by_sequence(squares, cast(Tensor, scored.sequence), scored.sequences)
+        sums = sums.squeeze(-1)
         tokens = (loads.sum(-1) / moe.top_k).clamp(min=1).to(sums.dtype)
         losses["z"] = moe.z_loss * sums / tokens
     return losses
 
 
-def _squares(scored: Scored) -> Tensor:
-    squares = scored.logits.logsumexp(-1).square()
+def _squares(scored: Scored, log_sum: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    logits = scored.logits
+    squares = (logits.logsumexp(-1) if log_sum is None else log_sum(logits)).square()
     return squares if scored.counted is None else squares * scored.counted
 
 
@@ -208,13 +213,20 @@ def _balance(loads: Tensor, probabilities: Tensor, tokens: Tensor) -> Tensor:
     return loads.numel() * (share * probabilities.sum(0)).sum() / tokens
 
 
-def _by_sequence(scored: Scored, probabilities: Tensor, loads: Tensor) -> Tensor:
-    shape = (scored.sequences, probabilities.shape[1])
-    sums = probabilities.new_zeros(shape).index_add(0, scored.sequence, probabilities)  # type: ignore[arg-type]
+def _by_sequence(
+    scored: Scored, probabilities: Tensor, loads: Tensor, fixed: bool = False
+) -> Tensor:
+    shape, sequence = (scored.sequences, probabilities.shape[1]), cast(Tensor, scored.sequence)
+    if fixed:
+        sums = sums_by_sequence(probabilities, sequence, shape[0])
+    else:
+        sums = probabilities.new_zeros(shape).index_add(0, sequence, probabilities)
     copies = loads.sum(-1, keepdim=True).clamp(min=1).to(sums.dtype)
     share = loads.to(sums.dtype) / copies
     tokens = copies.squeeze(-1) / scored.experts.shape[1]
-    return shape[1] * ((share * sums).sum(-1) / tokens)
+    products = share * sums
+    total = row_sum(products).squeeze(-1) if fixed else products.sum(-1)
+    return shape[1] * (total / tokens)
 
 
 def inject(carrier: Tensor, loss: Tensor, scale: AuxiliaryScale) -> Tensor:

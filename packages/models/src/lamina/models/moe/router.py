@@ -23,8 +23,9 @@ from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.compat import current_graph_task_id, one_graph_break
 from lamina.models.invariance.fixed_sums import FixedSums
 from lamina.models.invariance.layer_products import InvariantProducts
-from lamina.models.invariance.products import cut_blocks, row_sum
+from lamina.models.invariance.products import cut_blocks, fold
 from lamina.models.invariance.random_keys import TokenKeys
+from lamina.models.invariance.row_functions import row_softmax, to_one
 from lamina.models.invariance.token_sums import TokenCut, sigmoid
 from lamina.models.layers.dropout import dropout_stream
 from lamina.models.layers.linear import fixed_linear
@@ -133,13 +134,12 @@ class TopKRouter(FixedSums, nn.Module):
         moe, padding = self.moe, context.padding
         logits, scores = self.score(x, context.token_keys)
         ranking = logits if moe.chosen_by == "logits" else scores
-        experts = choose_experts(ranking, moe, self.expert_bias)
+        experts = choose_experts(ranking, moe, self.expert_bias, fixed=self.layout_invariant)
         if self.layout_invariant:
             experts = experts.sort(dim=-1).values  # a token's results are added in this order
         weights = scores.gather(1, experts)
         if moe.normalize_weights:
-            total = row_sum(weights) if self.layout_invariant else weights.sum(-1, keepdim=True)
-            weights = weights / (total + 1e-20)
+            weights = self._to_one(weights)
         weights = weights * moe.weight_scale
         if padding is not None:
             experts = experts.masked_fill(padding.unsqueeze(-1), moe.num_experts)
@@ -147,13 +147,14 @@ class TopKRouter(FixedSums, nn.Module):
         if self.training:
             probabilities = scores
             if moe.scores == "sigmoid":
-                probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+                probabilities = self._to_one(scores)
             counted = None if padding is None else ~padding
             sequence, count = self._sequences(logits, shape), 1 if shape is None else shape[0]
             scored = Scored(logits, probabilities, experts, counted, sequence, count)
             losses = self._losses(scored, context.scale) if moe.has_losses else {}
             if losses and weights.requires_grad:
-                total = torch.stack([*losses.values()]).sum(dim=0)
+                total = torch.stack([*losses.values()])
+                total = fold(total) if self.layout_invariant else total.sum(dim=0)
                 weights = inject(weights, total, context.scale)
         routing = self._limit(experts, weights, chosen, padding is not None, shape)
         if self.training and not _running_again():
@@ -176,7 +177,7 @@ class TopKRouter(FixedSums, nn.Module):
             products = InvariantProducts(self.tokens, hidden, experts, partial)
             logits = fixed_linear(x, self.weight, products)
             softmax = self.moe.scores == "softmax"
-            return logits, logits.softmax(-1) if softmax else sigmoid(logits)
+            return logits, row_softmax(logits) if softmax else sigmoid(logits)
         if self.training and self.moe.jitter:
             low, high = 1.0 - self.moe.jitter, 1.0 + self.moe.jitter
             split = self.axes.tokens_tp is not None
@@ -247,6 +248,10 @@ class TopKRouter(FixedSums, nn.Module):
         return token_keys.uniform(
             x, 1.0 - jitter, 1.0 + jitter, derive_seed(self.init_seed or 0, "jitter")
         )
+
+    def _to_one(self, x: Tensor) -> Tensor:
+        """Each row divided by its sum."""
+        return to_one(x) if self.layout_invariant else x / (x.sum(-1, keepdim=True) + 1e-20)
 
     def _sequences(self, logits: Tensor, shape: tuple[int, int] | None) -> Tensor | None:
         """The sequence of each token, for `sequence_loss`."""

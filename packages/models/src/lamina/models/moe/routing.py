@@ -39,11 +39,14 @@ class Routing:
     capacity: int | None = None
 
 
-def choose_experts(scores: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> Tensor:
+def choose_experts(
+    scores: Tensor, moe: MoEConfig, bias: Tensor | None = None, *, fixed: bool = False
+) -> Tensor:
     """Choose each token's best experts, within its best groups if there are groups.
 
     `scores` are `[tokens, num_experts]`. `bias` `[num_experts]` is added to them for this choice
-    only. The result is int64 `[tokens, top_k]`, best first.
+    only. The result is int64 `[tokens, top_k]`, best first. `fixed` adds in one order
+    (`invariant=True`).
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2 (groups and bias).
     """
@@ -51,7 +54,8 @@ def choose_experts(scores: Tensor, moe: MoEConfig, bias: Tensor | None = None) -
     if moe.num_groups > 1:
         grouped = torch.unflatten(ranking, -1, (moe.num_groups, -1))
         best = min(moe.group_best, grouped.shape[-1])
-        of_group = grouped.topk(best, dim=-1).values.sum(-1)
+        values = grouped.topk(best, dim=-1).values
+        of_group = row_sum(values).squeeze(-1) if fixed else values.sum(-1)
         kept = torch.zeros_like(of_group, dtype=torch.bool)
         kept.scatter_(1, of_group.topk(moe.groups_kept, dim=-1).indices, True)
         ranking = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)

@@ -6,6 +6,7 @@ from torch import nn
 
 from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard, shard_module
+from lamina.mesh import ParallelLayout
 
 
 class Layer(nn.Linear):
@@ -66,3 +67,19 @@ def test_gradients_are_not_rounded_before_they_are_added():
 def test_the_backend_s_own_order_is_refused():
     with pytest.raises(ValueError, match="native"):
         DistributedDataParallelConfig(invariant=True, reduction="native")
+
+
+@pytest.mark.ranks(1)
+def test_a_fused_optimizer_on_a_cpu_is_refused_and_keeps_its_parameters(ranks):
+    for fused in (True, False):
+        model = nn.Linear(4, 4).cpu()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        before = list(optimizer.param_groups[0]["params"])
+        mesh = {"device_mesh": ParallelLayout().build("cpu")}
+        if not fused:
+            fully_shard(model, optimizer, invariant=True, **mesh)
+            continue
+        with pytest.raises(ValueError, match=r"fused=True\) with invariant=True on a CPU"):
+            fully_shard(model, optimizer, invariant=True, **mesh)
+        fully_shard(model, **mesh)  # it is as it was
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], before, strict=True))

@@ -438,8 +438,11 @@ def kept_bytes() -> int:
     at most 16 threads counted), and up to 64 MiB per group of what was received by messages. On a
     GPU: the windows in which GPUs of one host read each other's memory, 64 MiB per group.
     """
-    windows = sum(w.nbytes for lane in lanes() for w in lane.windows.values() if w is not None)
-    return windows + sum(lane.scratch_pool.nbytes for lane in lanes())
+    kept = 0
+    for lane in lanes():
+        kept += lane.scratch_pool.nbytes
+        kept += sum(window.nbytes for window in lane.windows.values() if window is not None)
+    return kept
 
 
 def release_kept() -> None:

@@ -65,7 +65,8 @@ def adopt_main_parameters(optimizer: Optimizer, groups: Sequence[ParameterGroup]
         if group.main_parameters[index] is not (ref := group.refs[index]).parameter
     }
     # All refusals come first: an optimizer that is refused stays as it was.
-    refuse_optimizer(optimizer, mains.keys() | located.keys(), apart)
+    invariant = any(group.settings.exact_norm for group in groups)
+    refuse_optimizer(optimizer, mains.keys() | located.keys(), apart, invariant=invariant)
     # In place, in the user's own dictionaries: schedulers hold these, too.
     for settings in optimizer.param_groups:
         settings["params"] = [mains.get(id(p), p) for p in settings["params"]]
@@ -83,14 +84,14 @@ def adopt_main_parameters(optimizer: Optimizer, groups: Sequence[ParameterGroup]
 
 
 def refuse_optimizer(
-    optimizer: Optimizer, known: Collection[int], apart: Mapping[int, str]
+    optimizer: Optimizer, known: Collection[int], apart: Mapping[int, str], *, invariant: bool
 ) -> None:
     """Refuse an optimizer that cannot adopt main parameters.
 
     `known` are `id`s of the parameters of the module, and of main ones that stand for them, and
     `apart` names, by `id`, of those that have (or will have) a main parameter beside them.
     ValueError: it holds none of them, is an LBFGS (which keeps a list of them to itself) and some
-    are apart, or has state on the meta device.
+    are apart, has state on the meta device, or is fused on a CPU while the wrapper is `invariant`.
     """
     ids = [id(p) for settings in optimizer.param_groups for p in settings["params"]]
     if ids and not any(key in known for key in ids):
@@ -106,6 +107,13 @@ def refuse_optimizer(
             f"{type(optimizer).__name__} makes its state with the parameters, and they were on the "
             "meta device then, where nothing has values: make the optimizer after sharding "
             "(fully_shard_model, then fully_shard_optimizer)"
+        )
+    fused = (p for each in optimizer.param_groups if each.get("fused") for p in each["params"])
+    if invariant and any(p.device.type == "cpu" for p in fused):
+        raise ValueError(
+            f"{type(optimizer).__name__}(fused=True) with invariant=True on a CPU: it rounds an "
+            "element by its place in memory, which the layout decides. Make the optimizer with "
+            "fused=False, which steps in blocks there"
         )
     missed = [apart[key] for key in ids if key in apart]
     if isinstance(optimizer, torch.optim.LBFGS) and missed:

@@ -226,7 +226,8 @@ def _shard(
     transposing = _with_transposes(module) if settings.keep_fp8_transpose_cache else []
     if optimizer is not None:
         known = {id(ref.parameter) for ref in refs}
-        refuse_optimizer(optimizer, known, updated_apart(refs, sharding))
+        apart, invariant = updated_apart(refs, sharding), settings.invariant
+        refuse_optimizer(optimizer, known, apart, invariant=invariant)
     whole = not settings.preproc_state_dict_for_dcp_ckpt
     refuse_parts(refs, sharding.model, optimizer, whole=whole)
     # From here on it is changed: DTensors become local, units get buffers, hooks and an engine.

@@ -1,6 +1,7 @@
 """Memory as seen from outside: storages that operators made, and what a deleted model leaves."""
 
 import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from lamina.collectives.engine import kept_bytes, release_kept
 from lamina.ddp import memory_plan
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina.fsdp.api.build import _of_two_units
-from lamina_testing import Meter, device_type, live_bytes
+from lamina_testing import Meter, device_type, live_bytes, not_freed
 from lamina_testing.simulated import simulated_world
 from lamina_testing.toys import Block
 
@@ -139,7 +140,9 @@ def test_rest_peak_and_end_follow_from_placements_and_dtypes(kind, ranks):
     assert peak <= working * PADDING + autograd, (peak, working, str(plan))
     assert peak <= plan.peak + autograd, (peak, str(plan))
     assert peak > held + 2 * whole * of_block, "the meter misses something"
+    groups = [weakref.ref(group) for group in model.parameter_groups()]
     del model, optimizer, plan
+    assert not_freed(groups) == []
     gc.collect()
     release_kept()
     assert live_bytes() - kept_bytes() - before <= SLACK  # 1 MiB would be the whole toy

@@ -96,7 +96,9 @@ class _Shares:
         stepped = group.gradients_to_step
         # Asked at every clip: reductions look for them from then on. They are rounded, so an exact
         # norm has no use for them.
-        squares = group.shown.squares if self._norm == PNorm(2.0) else None
+        squares = group.shown.squares if type(self._norm) is PNorm else None
+        if self._norm.order != 2:
+            squares = None
         value = None
         # Ranks may have found the squares in pieces of a gradient that all of them hold whole.
         pieces = stepped.cuts if squares is None else squares.pieces

@@ -1,6 +1,7 @@
 """The user's own optimizer: of several models, zeroing in place, and gradient scalers."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -104,6 +105,20 @@ def test_zeroing_in_place_between_microbatches_discards_them(ranks):
             torch.testing.assert_close(
                 value, wanted[name], rtol=0, atol=3e-6, msg=f"{settings}: {name}"
             )
+
+
+@pytest.mark.ranks(1)
+def test_libraries_see_what_zero_grad_takes(ranks):
+    """Accelerate asks for the parameter before it passes it on."""
+    plain = sgd(build())
+    wanted = inspect.signature(plain.zero_grad)
+    model, optimizer = shard(1)
+    assert inspect.signature(optimizer.zero_grad) == wanted
+    loss_of(model, 0, 0).backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.ranks(2)

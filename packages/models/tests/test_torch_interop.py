@@ -248,6 +248,15 @@ def test_state_dicts_survive_a_round_trip(tmp_path):
     assert torch.equal(other(tokens()), model(tokens()))
 
 
+def test_a_users_module_in_the_place_of_dropout_is_called_as_dropout_is():
+    model = GPTModel(replace(CONFIG, dropout=0.5, embedding_dropout=0.5), seed=3)
+    expected = model.eval()(tokens())
+    for module in model.modules():
+        if hasattr(module, "dropout"):
+            module.dropout = nn.Identity()
+    assert torch.equal(model.train()(tokens()), expected)
+
+
 def test_a_copied_model_is_independent():
     model = GPTModel(CONFIG, seed=3)
     other = copy.deepcopy(model)

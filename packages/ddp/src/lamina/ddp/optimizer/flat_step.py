@@ -35,6 +35,7 @@ new plan from the parameters' state. Hyperparameters are no part of a plan: ever
 See docs/decisions/0410.
 """
 
+import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -120,6 +121,8 @@ class BorrowedGroups(ABC):
                 for group in self.trained:  # see Note [Zeros that torch does not count]
                     group.shown.note_uncounted_write()
 
+        # Libraries look for `set_to_none` there (Accelerate). A bound signature holds no optimizer.
+        zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)  # type: ignore[attr-defined]
         optimizer.__dict__[_ZERO_GRAD] = zero_grad
 
     @contextmanager

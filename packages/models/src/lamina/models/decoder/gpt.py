@@ -299,7 +299,8 @@ class GPTModel(KeepsRoles):
             x = x + self.position_embedding(positions + self.config.position_offset)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        return cast(Tensor, self.dropout(x, token_keys))
+        # Without keys the call is that of any module which a user may have put there.
+        return cast(Tensor, self.dropout(x) if token_keys is None else self.dropout(x, token_keys))
 
     def check_inputs(
         self,

@@ -250,7 +250,7 @@ class LocalGradients:
         self.by_layers: set[int] = set()
         """Parameters whose gradient a layer has written in the backward at hand."""
         self._layers_write = False  # some layer has asked where to write its gradient
-        self._adopted: set[int] = set()  # storages that layers have given
+        self._adopted: set[tuple[int, int]] = set()  # starts of buffers that layers gave
         self._is_last = False  # the backward at hand is the step's last one, as far as is known
         self.phase = BackwardPhase.IDLE
         """What a backward that raises now would spoil."""
@@ -361,7 +361,7 @@ class LocalGradients:
         self._mix()
         self._announce(gradient.nbytes)
         self._lie_in(gradient.view(-1))
-        self._adopted.add(_storage_of(gradient))
+        self._adopted.add(_start_of(gradient))
         return True
 
     def written_by_layer(self, index: int) -> None:
@@ -462,10 +462,10 @@ class LocalGradients:
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Nobody reads a buffer any more that was opened here, or taken beside it."""
-        storage, main = _storage_of(buffer), self._group.main
-        if storage in self._adopted:  # nobody takes it again, as the next one is adopted too
-            self._adopted.remove(storage)
-        elif not (main.has_memory and storage == _storage_of(main.data)):
+        start, main = _start_of(buffer), self._group.main
+        if start in self._adopted:  # nobody takes it again, as the next one is adopted too
+            self._adopted.remove(start)
+        elif not (main.has_memory and start == _start_of(main.data)):
             self._group.rank_sum.scratch.give(buffer)
 
 
@@ -533,7 +533,7 @@ class GroupGradients:
         if outside or self._set_aside is not None:
             return True
         buffer = self.local.buffer
-        return buffer is not None and _storage_of(buffer) != _storage_of(self.main.data)
+        return buffer is not None and _start_of(buffer) != _start_of(self.main.data)
 
     @property
     def _main_holds_sums(self) -> bool:
@@ -693,6 +693,6 @@ class GroupGradients:
                 self.mark_finalized()
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
-    """What tensors over the same storage have in common, on meta too, where all addresses are 0."""
-    return int(tensor.untyped_storage()._cdata)
+def _start_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins: its storage and the offset in it. On meta all addresses are 0."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())

@@ -110,10 +110,10 @@ CHECKS = (
     Step(
         "models",
         "invariant=True: one set of bits for layouts of ranks that share the GPU",
-        "python packages/models/tests/invariant_on_gpu.py --models grouped --steps 2",
+        "python packages/models/tests/invariant_on_gpu.py --models grouped hybrid --steps 2",
         "python packages/models/tests/invariant_on_gpu.py --device cpu --models grouped --steps 1 "
         "--worlds 1",
-        limit=150,
+        limit=240,
         arithmetic=True,
     ),
     Step(

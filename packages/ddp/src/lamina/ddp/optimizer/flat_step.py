@@ -16,7 +16,8 @@ The last of these has no hook, so the optimizer object gets a `zero_grad` of its
 Note [Zeros that torch does not count]
 Writes to gradients that wait for the step's last microbatch are noticed by version counters (see
 Note [Zeros that tell zeroing]). On a GPU `zero_grad(set_to_none=False)` of a foreach or fused
-optimizer calls `torch._foreach_zero_`, which changes no counter there. So that `zero_grad` says it.
+optimizer calls `torch._foreach_zero_`, which changes no counter there. So the `zero_grad` that
+the optimizer object was given tells the groups that their gradients were written to.
 
 Note [Hooks of the user]
 A user's pre-hook comes after ours, as it is registered later. It reads and changes the user's

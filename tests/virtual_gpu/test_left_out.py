@@ -30,7 +30,7 @@ def test_each_wait_of_a_step_is_missed_when_it_is_left_out():
     rows = rows_of("strategy 3", "dropped handles")
     assert [row["says"] for row in rows] == [[], []]
     assert {wait: how for row in rows for wait, how in row["shown"].items() if not how} == {}
-    assert [len(row["shown"]) > 2 for row in rows] == [True, True]
+    assert [len(row["shown"]) > 1 for row in rows] == [True, True]
 
 
 def test_a_backward_on_another_stream_waits_for_what_it_reads_and_its_caller_for_it():

@@ -288,7 +288,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def fsdp2(model: Llama, place: Place, settings: dict[str, object]) -> Engine:
-    """Torch's own, as torchtitan's recipe uses it."""
+    """Torch's own, as torchtitan's recipe uses it; or blocks and the root, without `ends`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     names = ("copies", "dp", "tp")
@@ -297,10 +297,13 @@ def fsdp2(model: Llama, place: Place, settings: dict[str, object]) -> Engine:
         "mesh": mesh["dp"] if place.copies == 1 else mesh["copies", "dp"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32),
     }
-    fully_shard(model.embedding, **how)
+    ends = settings.get("ends", True)
+    if ends:
+        fully_shard(model.embedding, **how)
     for block in model.blocks:
         fully_shard(block, **how)
-    fully_shard([model.norm, model.head], **how, reshard_after_forward=False)
+    if ends:
+        fully_shard([model.norm, model.head], **how, reshard_after_forward=False)
     fully_shard(model, **how)
     model.to_empty(device="cuda")
     return model, adamw(model)
@@ -432,6 +435,47 @@ def python_calls(loss_hook: list[Callable[[torch.Tensor], None]]) -> Iterator[Co
         loss_hook.clear()
 
 
+class Exposed:
+    """What a step's compute waits for links until each unit begins, in seconds of virtual time.
+
+    That is how much further it falls behind a run with free links: the set of rates "free" of
+    `VGPU_RATES`. What follows the last unit, and clipping and the step, is "the end".
+    """
+
+    def __init__(self, model: Llama) -> None:
+        self._behind: list[tuple[str, float]] = []
+        named = {"embedding": model.embedding, "head": model.head}
+        for number, block in enumerate(model.blocks):
+            named[f"block {number}"] = block
+        for name, module in named.items():
+            self._watch(name, module)
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        def on_result(_: nn.Module, __: object, result: torch.Tensor) -> None:
+            if result.requires_grad:
+                result.register_hook(lambda _: self.note(f"{name}, backward"))
+
+        module.register_forward_pre_hook(lambda *_: self.note(f"{name}, forward"))
+        module.register_forward_hook(on_result)
+
+    def begin(self) -> None:
+        """Begin a step; the device is idle."""
+        self._behind.clear()
+        self.note("")
+
+    def note(self, name: str) -> None:
+        """A unit begins, or the step has ended."""
+        import lamina_virtual_gpu as virtual_gpu
+
+        ends = virtual_gpu.stream_ends(torch.cuda.current_stream().cuda_stream)
+        self._behind.append((name, ends["own"] - ends["free"]))
+
+    def by_unit(self) -> list[tuple[str, float]]:
+        """Return each unit's share, in the order in which they began."""
+        pairs = zip(self._behind, self._behind[1:], strict=False)
+        return [(name, behind - before) for (_, before), (name, behind) in pairs]
+
+
 def of_step(step: Callable[[], None]) -> dict[str, object]:
     """Run a step and return what it asked of the device."""
     import lamina_virtual_gpu as virtual_gpu
@@ -439,14 +483,15 @@ def of_step(step: Callable[[], None]) -> dict[str, object]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()
-    begun = virtual_gpu.now()
+    begun = virtual_gpu.now_at_rates()
     virtual_gpu.reset()
     real = time.process_time()
     with virtual_gpu.host_waits() as waits:
         step()
-    real, host = time.process_time() - real, virtual_gpu.now() - begun
+    real, host = time.process_time() - real, virtual_gpu.now() - begun["own"]
     seen = virtual_gpu.record()
     torch.cuda.synchronize()
+    ended = virtual_gpu.now_at_rates()
     stats = torch.cuda.memory_stats()
     messages = seen.collectives
     gathers = {"ncclAllGather", "ncclBroadcast"}
@@ -471,7 +516,8 @@ def of_step(step: Callable[[], None]) -> dict[str, object]:
         "device_allocations": seen.calls.get("cudaMalloc", 0) + seen.calls.get("cuMemCreate", 0),
         "device_frees": seen.calls.get("cudaFree", 0) + seen.calls.get("cuMemRelease", 0),
         "allocations": stats["allocation.all.allocated"] - before["allocation.all.allocated"],
-        "virtual_seconds": round(virtual_gpu.now() - begun, 4),
+        "virtual_seconds": round(ended["own"] - begun["own"], 4),
+        "seconds_at_rates": {name: ended[name] - begun[name] for name in ended},
         "virtual_host_seconds": round(host, 4),
         "host_processor_seconds": round(real, 3),
         "teraoperations": round(seen.operations / 1e12, 1),
@@ -515,7 +561,18 @@ def measure(
 
     for _ in range(2):
         step()
-    result = of_step(step)
+    exposed = Exposed(model) if words.units else None
+
+    def watched() -> None:
+        if exposed:
+            exposed.begin()
+        step()
+        if exposed:
+            exposed.note("the end")
+
+    result = of_step(watched)
+    if exposed:
+        result["exposed_by_unit"] = exposed.by_unit()
     with python_calls(loss_hook) as calls:
         step()
     return {
@@ -539,6 +596,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=1, help="of the shards: HSDP")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--units", action="store_true", help="exposed seconds of each unit too")
     parser.add_argument("--settings", default="{}", help="further arguments of the engine, as JSON")
     words = parser.parse_args()
     local = {

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -83,3 +87,61 @@ def test_bytes_that_a_program_tells_are_charged():
     small.add_(1)
     (total,) = [spent for name, (_, spent) in virtual_gpu.record().kernels.items() if "add" in name]
     assert total == pytest.approx(1e9 / (0.87 * 3352e9), rel=0.05)
+
+
+OF_RATES = """
+    import json, os, torch, torch.distributed as dist
+    import lamina_virtual_gpu as virtual_gpu
+
+    os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = "8"
+    device = torch.device("cuda:0")
+    torch.cuda.set_device(device)
+    store = dist.HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=8, device_id=device)
+    x = torch.zeros(1 << 26, device="cuda")
+    whole = torch.empty(8 << 26, device="cuda")
+    torch.cuda.synchronize()
+
+    begun = virtual_gpu.now_at_rates()
+    for _ in range(3):  # a gather beside additions; then both are waited for
+        gather = dist.all_gather_into_tensor(whole, x, async_op=True)
+        for _ in range(40):
+            x + 1
+        gather.wait()
+    ends = virtual_gpu.stream_ends(torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    now = virtual_gpu.now_at_rates()
+    print(json.dumps([{n: now[n] - begun[n] for n in now}, {n: ends[n] - begun[n] for n in now}]))
+    os._exit(0)
+"""
+
+
+def test_a_run_under_several_rates_takes_what_runs_of_their_own_take(program):
+    def alone(**settings: float) -> float:
+        return program(OF_RATES, **settings)[0]["own"]
+
+    rates = "slow links: link=20; slow kernels: kernels=0.125 link=1e6"
+    seconds, ends = program(OF_RATES, VGPU_RATES=rates)
+    assert list(seconds) == ["own", "slow links", "slow kernels"]
+    assert seconds["own"] == pytest.approx(alone(), rel=1e-6)
+    assert seconds["slow links"] == pytest.approx(alone(VGPU_LINK_GBS=20), rel=1e-6)
+    # Additions are bound by memory, so an eighth of its rate is that of slow kernels.
+    slow_memory = 0.125 * 3352 * 0.87
+    expected = alone(VGPU_LINK_GBS=1e6, VGPU_MEMORY_GBS=slow_memory)
+    assert seconds["slow kernels"] == pytest.approx(expected, rel=0.01)
+    assert seconds["slow links"] > 2 * seconds["own"]
+    # The host waits for all streams, and this one has waited for the gathers.
+    assert ends == pytest.approx(seconds, rel=1e-3)
+
+
+def test_rates_that_mean_nothing_end_the_program():
+    for rates in ("links of 60", "slow: link", "slow: speed=2"):
+        answer = subprocess.run(
+            [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda').add_(1)"],
+            env={**os.environ, "VGPU_RATES": rates},
+            capture_output=True,
+            text=True,
+        )
+        assert answer.returncode == 2
+        assert rates in answer.stderr
+        assert "Write" in answer.stderr

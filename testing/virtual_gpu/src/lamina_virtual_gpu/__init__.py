@@ -19,9 +19,11 @@ from lamina_virtual_gpu.recording import (
     forget_races,
     host_waits,
     now,
+    now_at_rates,
     races,
     record,
     reset,
+    stream_ends,
 )
 
 __all__ = [
@@ -31,7 +33,9 @@ __all__ = [
     "forget_races",
     "host_waits",
     "now",
+    "now_at_rates",
     "races",
     "record",
     "reset",
+    "stream_ends",
 ]

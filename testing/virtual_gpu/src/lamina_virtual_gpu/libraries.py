@@ -49,8 +49,8 @@ class Library:
 
 
 RUNTIME = (
-    "machine", "devices", "memory", "streams", "queues", "races", "signals", "durations",
-    "launches",
+    "machine", "times", "devices", "memory", "streams", "queues", "races", "signals",
+    "durations", "launches",
 )  # fmt: skip
 # The runtime is the first: all others are linked with it.
 LIBRARIES = (

@@ -47,7 +47,8 @@ def _library() -> ctypes.CDLL:
         )
     library = ctypes.CDLL(str(path))
     library.vgpu_now.restype = ctypes.c_double
-    library.vgpu_record.restype = library.vgpu_races.restype = ctypes.c_char_p
+    for entry in (library.vgpu_record, library.vgpu_races, library.vgpu_rates):
+        entry.restype = ctypes.c_char_p
     return library
 
 
@@ -88,6 +89,33 @@ def now() -> float:
     With `VGPU_HOST_SCALE=1` the real seconds of the host are added.
     """
     return float(_library().vgpu_now())
+
+
+def now_at_rates() -> dict[str, float]:
+    """Return the host's virtual time under each set of rates, seconds.
+
+    The first set, "own", is the device's: it decides what has ended, so memory, launches and waits
+    are those of that set. `VGPU_RATES` adds others, such as `"free: link=1e6 network=1e6; slow:
+    kernels=0.8"`: GB/s, and how fast kernels are beside the own ones. Their times are those of the
+    same work in the same order.
+    """
+    return _times(0, of_host=True)
+
+
+def stream_ends(stream: int) -> dict[str, float]:
+    """Return when the work of a stream ends under each set of rates, seconds of virtual time.
+
+    Args:
+        stream: its handle, such as `torch.cuda.current_stream().cuda_stream`.
+    """
+    return _times(stream, of_host=False)
+
+
+def _times(stream: int, of_host: bool) -> dict[str, float]:
+    names: list[str] = _library().vgpu_rates().decode().splitlines()
+    times = (ctypes.c_double * len(names))()
+    _library().vgpu_times(ctypes.c_void_p(stream), ctypes.c_bool(of_host), times)
+    return dict(zip(names, times, strict=True))
 
 
 @contextmanager

@@ -135,7 +135,7 @@ EXPORT int cudaDeviceGetPCIBusId(char *out, int length, int device) {
 }
 
 EXPORT int cudaDeviceSynchronize() {
-  double end;
+  Times end;
   {
     LOCKED;
     CALL(cudaDeviceSynchronize);

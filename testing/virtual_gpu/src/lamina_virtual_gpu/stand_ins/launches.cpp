@@ -69,7 +69,7 @@ static int launch(const void *handle, Dim3 grid, Dim3 block, void **arguments, S
   host_spends(settings().launch);
   if (settings().trace) fprintf(stderr, "[virtual GPU] launch %.100s stream %d\n", kernel->name.c_str(), stream_of(stream)->index);
   const bool waits = kernel->name.find("spin_kernel") != std::string::npos;
-  enqueue(stream, seconds, kernel, seconds > settings().shortest_kernel && !waits);
+  enqueue(stream, of_kernel(seconds), kernel, seconds > settings().shortest_kernel && !waits);
   return kSuccess;
 }
 
@@ -97,10 +97,10 @@ void run_product(Stream *stream, const char *what, double operations, double byt
   record().launches++;
   record().operations += operations;
   host_spends(settings().launch);
-  enqueue(stream, seconds, nullptr, true);
+  enqueue(stream, of_kernel(seconds), nullptr, true);
 }
 
-void run_collective(Stream *stream, const char *what, double bytes, double seconds) {
+void run_collective(Stream *stream, const char *what, double bytes, const Times &seconds) {
   LOCKED;
   Count &count = record().collectives[what];
   count.times++, count.amount += bytes;

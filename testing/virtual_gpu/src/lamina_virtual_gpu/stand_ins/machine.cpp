@@ -101,20 +101,22 @@ static double real_seconds() {
   return now.tv_sec + 1e-9 * now.tv_nsec;
 }
 
-static double added = 0;  // what fixed costs and waits have added
+static Times added;  // what fixed costs and waits have added
 
-double host_now() {
+Times host_times() {
   static const double start = real_seconds();
-  return settings().host_scale * (real_seconds() - start) + added;
+  const double real = settings().host_scale ? settings().host_scale * (real_seconds() - start) : 0;
+  return added + everywhere(real);
 }
 
-void host_spends(double seconds) { added += seconds; }
+double host_now() { return host_times().own(); }
 
-void host_waits_until(double time) {
-  double now = host_now();
-  if (time <= now) return;
-  record().seconds_waited += time - now;
-  added += time - now;
+void host_spends(double seconds) { added = added + everywhere(seconds); }
+
+void host_waits_until(const Times &time) {
+  const Times now = host_times();
+  record().seconds_waited += std::max(0.0, time.own() - now.own());
+  under_each([&](size_t set) { added.under[set] += std::max(0.0, time.under[set] - now.under[set]); });
 }
 
 // ---- the record
@@ -131,7 +133,7 @@ void count_call(const char *name) {
 
 static void (*on_host_wait)(const char *) = nullptr;
 
-void host_wait(const char *what, double until) {
+void host_wait(const char *what, const Times &until) {
   {
     LOCKED;
     record().host_waits[what]++;
@@ -203,16 +205,11 @@ static void add_stream(Stream *stream, void *out) {
 
 using namespace virtual_gpu;
 
-// ---- what Python calls (ctypes, counters.py)
+// ---- what Python calls (recording.py)
 
 EXPORT double vgpu_now() {
   LOCKED;
   return host_now();
-}
-
-EXPORT double vgpu_device_idle_at() {
-  LOCKED;
-  return end_of_device(current_device());
 }
 
 EXPORT void vgpu_on_host_wait(void (*act)(const char *)) { on_host_wait = act; }

@@ -10,6 +10,7 @@
 
 #include "abi.h"
 #include "races.h"
+#include "times.h"
 
 #pragma GCC visibility push(default)  // the libraries use what is in libcudart
 
@@ -56,9 +57,10 @@ std::recursive_mutex &state_lock();
 
 // ---- the clock: the host's virtual time moves by fixed costs, by waits and, on request, with the real one
 
-double host_now();
+double host_now();  // at the device's own rates
+Times host_times();
 void host_spends(double seconds);
-void host_waits_until(double time);
+void host_waits_until(const Times &time);
 
 // ---- the record
 
@@ -87,7 +89,7 @@ void count_call(const char *name);
 #define CALL(name) count_call(#name)
 
 // Records a wait of the host for the device, tells Python who waits (without the lock), and moves the host's clock.
-void host_wait(const char *what, double until);
+void host_wait(const char *what, const Times &until);
 void not_modelled(const char *name);  // says so on stderr, once for each name
 
 // ---- devices, streams, events, captures
@@ -160,7 +162,7 @@ struct Capture {
   std::vector<std::vector<size_t>> before;  // for each piece of work, what it comes after
   std::vector<Kernel *> kernels;
   std::vector<Captured> work;  // in the order of the host's calls
-  double seconds = 0;
+  Times seconds;
 };
 
 }  // namespace virtual_gpu
@@ -168,8 +170,10 @@ struct Capture {
 struct Stream {
   int device = 0, priority = 0, index = 0;
   unsigned flags = 0;
-  double time = 0, busy = 0;  // when its work ends; seconds of work
-  std::deque<std::pair<double, double>> filled;  // from when to when its work wants the whole device, of what may still run
+  virtual_gpu::Times time;  // when its work ends
+  double busy = 0;          // seconds of work, at the device's own rates
+  // From when to when its work wants the whole device, of what may still run; under each set of rates.
+  std::array<std::deque<std::pair<double, double>>, virtual_gpu::kMostRates> filled;
   uint64_t work = 0;
   std::shared_ptr<virtual_gpu::Capture> capture;
   std::vector<size_t> frontier;  // in a capture: the work that the next piece comes after
@@ -184,17 +188,17 @@ Stream *stream_of(Stream *handle);              // resolves the default streams
 bool is_default(Stream *handle);
 Stream *stream_on(Stream *handle, int device);  // the same, for a device that need not be the current one
 const std::vector<Stream *> &all_streams();     // those that were destroyed too: they may have work left
-double end_of_device(int device);               // when all its streams are idle
+Times end_of_device(int device);                // when all its streams are idle
 void every_stream(void (*act)(Stream *, void *), void *argument);
 bool any_capture(int device);
 bool capture_forbids();                         // whether a call is refused, and has spoilt a capture, because a stream captures
-// Adds work of `seconds` to a stream and returns when it ends; within a capture it is noted and takes no time. Work that fills
+// Adds work that takes `seconds` to a stream and returns when it ends; within a capture it is noted and takes no time. Work that fills
 // the device shares it with what fills it on other streams.
-double enqueue(Stream *handle, double seconds, Kernel *kernel = nullptr, bool fills = false);
+Times enqueue(Stream *handle, const Times &seconds, Kernel *kernel = nullptr, bool fills = false);
 
 // A library's product of `operations` over `bytes`; `rate` is one of the settings' rates.
 void run_product(Stream *stream, const char *what, double operations, double bytes, double rate);
-void run_collective(Stream *stream, const char *what, double bytes, double seconds);
+void run_collective(Stream *stream, const char *what, double bytes, const Times &seconds);
 
 // ---- memory
 

@@ -158,7 +158,7 @@ EXPORT int cudaMalloc(void **out, size_t bytes) {
   return allocate(out, bytes);
 }
 EXPORT int cudaFree(void *address) {
-  double idle;
+  Times idle;
   {
     LOCKED;
     CALL(cudaFree);
@@ -259,7 +259,7 @@ EXPORT void vgpu_on_read(void (*act)()) { on_read = act; }
 static bool on_device(Allocation *at) { return at && (at->kind == Kind::device || at->kind == Kind::reserved); }
 
 static int copy(void *to, const void *from, size_t bytes, Stream *stream, bool waits, const char *call) {
-  double end;
+  Times end;
   std::string what;
   bool pageable, read;
   {
@@ -281,7 +281,8 @@ static int copy(void *to, const void *from, size_t bytes, Stream *stream, bool w
     host_spends(settings().call + settings().launch);
     bool inside = into && out_of;
     if (!computes() && bytes <= (inside ? settings().largest_device_copy : settings().largest_copy)) memmove(to, from, bytes);
-    end = enqueue(stream, (inside ? 2 * (double)bytes / settings().memory_rate : (double)bytes / settings().host_rate) + 1.5e-6, nullptr, inside);
+    end = enqueue(stream, inside ? of_kernel(2 * (double)bytes / settings().memory_rate + 1.5e-6) : everywhere((double)bytes / settings().host_rate + 1.5e-6),
+                  nullptr, inside);
   }
   const bool recorded_alone = vgpu_covered() && !read && what.rfind("device to device", 0) == 0;
   if (!recorded_alone) enqueue_work(stream, "a copy", in_one_go([=] { memmove(to, from, bytes); }), {{from, bytes, false}, {to, bytes, true}});
@@ -321,7 +322,7 @@ EXPORT int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t
     if (!computes() && width * height <= settings().largest_device_copy) copy_rows();
     Count &count = record().copies["rows"];
     count.times++, count.amount += (double)(width * height);
-    enqueue(stream, 2 * (double)(width * height) / settings().memory_rate + 1.5e-6, nullptr, true);
+    enqueue(stream, of_kernel(2 * (double)(width * height) / settings().memory_rate + 1.5e-6), nullptr, true);
   }
   if (!vgpu_covered()) enqueue_work(stream, "a copy of rows", in_one_go(copy_rows), rows_of(to, to_pitch, from, from_pitch, width, height));
   return kSuccess;
@@ -346,7 +347,7 @@ EXPORT int cudaMemsetAsync(void *at, int value, size_t bytes, Stream *stream) {
     count.times++, count.amount += (double)bytes;
     host_spends(settings().launch);
     if (!computes()) fill((char *)at, value, bytes);
-    enqueue(stream, (double)bytes / settings().memory_rate + 1.5e-6, nullptr, true);
+    enqueue(stream, of_kernel((double)bytes / settings().memory_rate + 1.5e-6), nullptr, true);
   }
   if (!vgpu_covered()) enqueue_work(stream, "a fill", in_one_go([=] { fill((char *)at, value, bytes); }), {{at, bytes, true}});
   return kSuccess;
@@ -354,7 +355,7 @@ EXPORT int cudaMemsetAsync(void *at, int value, size_t bytes, Stream *stream) {
 EXPORT int cudaMemset(void *at, int value, size_t bytes) { return cudaMemsetAsync(at, value, bytes, nullptr); }
 EXPORT int cuMemsetD32Async(uint32_t *at, unsigned value, size_t count, Stream *stream) {
   if (!computes()) std::fill(at, at + count, value);
-  enqueue(stream, settings().shortest_kernel);
+  enqueue(stream, of_kernel(settings().shortest_kernel));
   if (!vgpu_covered()) enqueue_work(stream, "a fill", in_one_go([=] { std::fill(at, at + count, value); }), {{at, count * sizeof *at, true}});
   return kSuccess;
 }

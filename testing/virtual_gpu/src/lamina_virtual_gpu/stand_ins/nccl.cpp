@@ -147,8 +147,13 @@ static int begin(Grouped &together) {
 
 // Ring algorithms: `share` of the bytes crosses this rank's slowest link.
 static int run(const char *what, Communicator *on, Call call, double bytes, double share, Stream *stream) {
-  const double rate = on->ranks > settings().gpu->link_domain ? settings().network_rate : settings().link_rate;
-  run_collective(stream, what, bytes, settings().collective_latency + bytes * share / rate);
+  const bool leaves = on->ranks > settings().gpu->link_domain;  // the GPUs that links join
+  Times seconds;
+  under_each([&](size_t set) {
+    const double rate = leaves ? rates()[set].network : rates()[set].link;
+    seconds.under[set] = settings().collective_latency + bytes * share / rate;
+  });
+  run_collective(stream, what, bytes, seconds);
   if (auto own = on->factors.find(call.operation); own != on->factors.end()) call.factor = own->second;
   if (!on->peers) {
     if (!computes()) answer_alone(call, on->ranks, on->rank);

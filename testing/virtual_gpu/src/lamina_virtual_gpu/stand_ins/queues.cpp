@@ -57,7 +57,7 @@ class WithoutPython {
 // ---- what comes after what
 
 static Entry &push(Stream *stream, Entry::Kind kind, const char *what) {
-  stream->queue.push_back({kind, what, nullptr, nullptr, stream->time, ++numbers});
+  stream->queue.push_back({kind, what, nullptr, nullptr, stream->time.own(), ++numbers});
   return stream->queue.back();
 }
 

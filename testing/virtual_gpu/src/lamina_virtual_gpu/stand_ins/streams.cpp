@@ -11,7 +11,7 @@ struct Event {
   int device = 0;
   unsigned flags = 0;
   bool recorded = false;
-  double time = 0;
+  Times time;
   std::weak_ptr<Capture> capture;
   bool captured = false;
   std::vector<size_t> frontier;
@@ -56,10 +56,10 @@ void every_stream(void (*act)(Stream *, void *), void *argument) {
   for (Stream *stream : created()) act(stream, argument);
 }
 
-double end_of_device(int device) {
-  double end = default_stream(device)->time;
+Times end_of_device(int device) {
+  Times end = default_stream(device)->time;
   for (Stream *stream : created())
-    if (stream->device == device) end = std::max(end, stream->time);
+    if (stream->device == device) end = later(end, stream->time);
   return end;
 }
 
@@ -108,22 +108,34 @@ static long given = 0;  // pieces of work that any stream was given
 
 // Where two streams fill the device at once, each has half of it until the shorter work is done, so both are late by as long as
 // that takes alone. What the other was given before keeps its times, since events have them; what it is given next begins later.
-static double shared_with_others(Stream *stream, double start, double seconds) {
+static double shared_with_others(Stream *stream, size_t set, double start, double seconds) {
   double late = 0;
   for (Stream *other : every()) {
     if (other == stream || other->device != stream->device) continue;
-    while (!other->filled.empty() && other->filled.front().second <= host_now()) other->filled.pop_front();
+    auto &filled = other->filled[set];
+    while (!filled.empty() && filled.front().second <= host_times().under[set]) filled.pop_front();
     double both = 0;
-    for (auto &[from, to] : other->filled) both += std::max(0.0, std::min(to, start + seconds) - std::max(from, start));
+    for (auto &[from, to] : filled) both += std::max(0.0, std::min(to, start + seconds) - std::max(from, start));
     if (both == 0) continue;
     late += both;
-    other->time += both;
-    other->filled.back().second += both;
+    other->time.under[set] += both;
+    filled.back().second += both;
   }
   return late;
 }
 
-double enqueue(Stream *handle, double seconds, Kernel *kernel, bool fills) {
+// Returns when work ends that begins at `start` and wants the whole device.
+static double end_of_filling(Stream *stream, size_t set, double start, double seconds) {
+  const double end = start + seconds + shared_with_others(stream, set, start, seconds);
+  auto &filled = stream->filled[set];
+  if (!filled.empty() && filled.back().second >= start)
+    filled.back().second = end;
+  else
+    filled.push_back({start, end});
+  return end;
+}
+
+Times enqueue(Stream *handle, const Times &seconds, Kernel *kernel, bool fills) {
   LOCKED;
   Stream *stream = stream_of(handle);
   stream->work++, given++;
@@ -131,41 +143,36 @@ double enqueue(Stream *handle, double seconds, Kernel *kernel, bool fills) {
     Capture &capture = *stream->capture;
     capture.before.push_back(stream->frontier);
     stream->frontier = {capture.before.size() - 1};
-    capture.seconds += seconds;
+    capture.seconds = capture.seconds + seconds;
     if (kernel) capture.kernels.push_back(kernel);
-    return 0;
+    return {};
   }
-  double start = std::max(stream->time, host_now());
+  Times start = later(stream->time, host_times());
   if (is_default(handle)) {  // it waits for all streams that were not made non-blocking, and they for it
     for (Stream *other : created())
-      if (other->device == stream->device && !(other->flags & kNonBlocking)) start = std::max(start, other->time);
+      if (other->device == stream->device && !(other->flags & kNonBlocking)) start = later(start, other->time);
   } else if (!(stream->flags & kNonBlocking)) {
-    start = std::max(start, default_stream(stream->device)->time);
+    start = later(start, default_stream(stream->device)->time);
   }
   stream->time = start + seconds;
-  stream->busy += seconds;
-  if (fills) {
-    stream->time += shared_with_others(stream, start, seconds);
-    if (!stream->filled.empty() && stream->filled.back().second >= start)
-      stream->filled.back().second = stream->time;
-    else
-      stream->filled.push_back({start, stream->time});
-  }
+  stream->busy += seconds.own();
+  if (fills) under_each([&](size_t set) { stream->time.under[set] = end_of_filling(stream, set, start.under[set], seconds.under[set]); });
   return stream->time;
 }
 
 // Some programs poll. The host's clock stands still meanwhile, so a thread that has asked often for one end, with no work given
 // to any stream in between, is taken to wait. It may ask for others in turn, as the watchdog of ProcessGroupNCCL does for all
 // collectives that have not ended.
-static bool still_running(double end, const char *what) {
+static bool still_running(const Times &ends, const char *what) {
   static thread_local double asked_for = -1;
   static thread_local long asked = 0, given_then = 0;
+  const double end = ends.own();
   if (end <= host_now()) return false;
   if (asked_for <= host_now() || given_then != given) asked_for = end, asked = 0, given_then = given;
   if (end == asked_for) asked++;
   if (asked <= 100) return true;
   record().host_waits[what]++;
-  host_waits_until(end);
+  host_waits_until(ends);
   return false;
 }
 
@@ -205,7 +212,7 @@ EXPORT int cudaDeviceGetStreamPriorityRange(int *lowest, int *highest) {
 }
 
 EXPORT int cudaStreamSynchronize(Stream *stream) {
-  double end;
+  Times end;
   {
     LOCKED;
     CALL(cudaStreamSynchronize);
@@ -237,7 +244,7 @@ EXPORT int cudaStreamWaitEvent(Stream *handle, Event *event, unsigned) {
   if (!event->recorded) return kSuccess;
   if (!event->captured) {
     if (stream->capture) return set_error(kCaptureIsolation);  // what was recorded outside is not known within
-    stream->time = std::max(stream->time, event->time);
+    stream->time = later(stream->time, event->time);
     wait_for_mark(stream, event->mark);
     return kSuccess;
   }
@@ -291,7 +298,7 @@ EXPORT int cudaEventRecord(Event *event, Stream *handle) {
   event->captured = stream->capture != nullptr;
   event->capture = stream->capture;
   event->frontier = stream->frontier;
-  event->time = std::max(stream->time, host_now());
+  event->time = later(stream->time, host_times());
   event->mark = stream->capture ? nullptr : record_mark(stream);
   return kSuccess;
 }
@@ -309,7 +316,7 @@ EXPORT int cudaEventQuery(Event *event) {
   return reaches(mark) ? kSuccess : kNotReady;
 }
 EXPORT int cudaEventSynchronize(Event *event) {
-  double end;
+  Times end;
   MarkPointer mark;
   {
     LOCKED;
@@ -325,18 +332,21 @@ EXPORT int cudaEventSynchronize(Event *event) {
 EXPORT int cudaEventElapsedTime(float *milliseconds, Event *first, Event *last) {
   LOCKED;
   if (!first->recorded || !last->recorded || ((first->flags | last->flags) & kDisableTiming)) return set_error(kInvalidHandle);
-  if (std::max(first->time, last->time) > host_now()) return set_error(kNotReady);
-  *milliseconds = (float)((last->time - first->time) * 1e3);
+  if (std::max(first->time.own(), last->time.own()) > host_now()) return set_error(kNotReady);
+  *milliseconds = (float)((last->time.own() - first->time.own()) * 1e3);
   return kSuccess;
 }
 EXPORT int cudaIpcGetEventHandle(IpcHandle *out, Event *event) {
+  const double time = event->time.own();  // a handle has room for one
   memset(out, 0, sizeof *out);
-  memcpy(out, &event->time, sizeof event->time);
+  memcpy(out, &time, sizeof time);
   return kSuccess;
 }
 EXPORT int cudaIpcOpenEventHandle(Event **out, IpcHandle handle) {
   int status = cudaEventCreateWithFlags(out, kDisableTiming);
-  memcpy(&(*out)->time, &handle, sizeof(double));
+  double time;
+  memcpy(&time, &handle, sizeof time);
+  (*out)->time = everywhere(time);
   (*out)->recorded = true;
   return status;
 }
@@ -489,7 +499,7 @@ EXPORT int cudaGraphRetainUserObject(Graph *, void *, unsigned, unsigned) { retu
 // ---- the driver's entries for streams
 
 EXPORT int cuStreamWriteValue32_v2(Stream *stream, uint32_t *address, uint32_t value, unsigned) {
-  enqueue(stream, settings().shortest_kernel);
+  enqueue(stream, of_kernel(settings().shortest_kernel));
   if (computes())
     enqueue_work(stream, "cuStreamWriteValue32", in_one_go([=] { *address = value; }), {{address, sizeof value, true}});
   else

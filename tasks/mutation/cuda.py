@@ -53,10 +53,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("packages/checkpoint/tests/test_strategies.py", *NCCL),
     "parity": ("packages/fsdp/tests/test_parity.py", *NCCL),
     "windows": ("packages/ddp/tests/test_windows.py", *NCCL),
-    "kernels": ("packages/models/tests/test_on_gpu.py", "-k", "temporary or scores_in_memory"),
+    "kernels": ("packages/models/tests/test_on_gpu.py", "-k", "temporary or memory"),
     "steps": ("tests/virtual_gpu/test_steps.py", "-k", "large_block"),
     "left out": ("tests/virtual_gpu/test_left_out.py", "-k", "another_stream"),
     "host waits": ("tests/virtual_gpu/test_host_waits.py",),
+    "alone": ("tests/virtual_gpu/test_on_a_gpu_alone.py",),
 }
 # On the CPU: the same but for what skips there, and for models others.
 ON_CPU: dict[str, tuple[str, ...]] = {
@@ -91,7 +92,7 @@ The faults are a random sample (seed {seed}) in which the layers take turns. Eac
 change in a copy of a layer, in a class or function that names CUDA. It is in a block of statements
 that tests reach on the [virtual GPU](../../virtual-gpu.md), and that the same files of tests
 with `test_mesh_parity.py` do not reach on a CPU.
-Of each of two parts of the tests that reach it, {limit} tests at most run on the virtual GPU, at
+Of each part of the tests that reach it, {limit} tests at most run on the virtual GPU, at
 once, then under an adversary (seed 1) unless it says "at once alone". No end is a death.
 What lives in collectives or ddp is tried on the CPU, by tests that play a GPU's streams.
 Tests: {tests}. On the CPU: {played}.
@@ -202,11 +203,11 @@ class Reach:
         return {key for seen in self.parts.values() for key in seen.tests} - self.on_cpu
 
     def fitting(self, layer: str, mutant: Mutant, limit: int) -> dict[str, list[str]]:
-        """Return tests of two parts that reach the mutant's block: the layer's own comes first."""
+        """Return tests of each part that reach the mutant's block: the layer's own come first."""
         near = {part: seen.fitting(layer, mutant, limit) for part, seen in self.parts.items()}
         near = {part: tests for part, tests in near.items() if tests}
         order = sorted(near, key=lambda p: (p != layer, self.parts[p].seconds[near[p][0]]))
-        return {part: near[part] for part in order[:2]}
+        return {part: near[part] for part in order}
 
     def seconds(self, chosen: dict[str, list[str]], part: str) -> float:
         """Return how long a part's chosen tests may take."""

@@ -208,6 +208,21 @@ def test_fp8_products_equal_those_of_decoded_numbers(backward, dtype, rows):
     assert error < (1e-2 if rows or dtype == torch.bfloat16 else 3e-3)
 
 
+def test_an_fp8_product_takes_memory_for_padding_only_where_the_width_needs_it():
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no FP8 on this GPU")
+
+    def allocations(width: int) -> int:
+        sides = [torch.ones(32, width, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        left, right = (fp8.encode(m, fp8.magnitude(m), fp8.FORWARD) for m in sides)
+        fp8.scaled_product(left, right, torch.bfloat16)  # the first one takes a workspace for good
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        fp8.scaled_product(left, right, torch.bfloat16)
+        return torch.cuda.memory_stats()["allocation.all.allocated"] - before
+
+    assert allocations(40) == allocations(48) + 2  # the codes of both sides, padded to 48
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_weight_gradients_are_written_in_fp32_without_a_temporary(dtype):
     torch.manual_seed(1)

@@ -1,18 +1,43 @@
-"""A plan on meta tensors beside the same step on the virtual GPU's allocator."""
+"""Plans on meta tensors beside the virtual GPU: its allocator, and constants measured on it."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/plan.md"
+
+
+def command_of_page(option: str) -> list[str]:
+    """The page's command with this option, for a process."""
+    command = rf"^python (-m lamina.models.plan .*--{option}.*)$"
+    (words,) = re.findall(command, PAGE.read_text(), re.MULTILINE)
+    return [sys.executable, *words.split()]
 
 
 def test_a_plan_has_what_the_real_allocator_allocates():
-    words = "--model llama3.2-1b --ranks 2 --sequence 1024 --device --json"
-    command = [sys.executable, "-m", "lamina.models.plan", *words.split()]
+    command = [*command_of_page("device"), "--json"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     planned = json.loads(answer.stdout)
     allocated = planned["device"]["allocated"]
     assert abs(planned["allocated_bytes"] / allocated - 1) < 0.02, planned
     assert planned["device"]["reserved"] >= allocated
+
+
+def test_constants_are_measured_once_and_read_after(tmp_path):
+    """The first run measures. The second one reads what is in the file."""
+    for _ in range(2):
+        answer = subprocess.run(
+            command_of_page("calibrate"), cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert answer.returncode == 0, answer.stderr
+        written = json.loads((tmp_path / "constants.json").read_text())
+        limit = 79.18 - written["context"] / 2**30
+        assert f" of {limit:.2f} GiB of h100-80gb: fits" in answer.stdout
+        measured = ("product", "attention", "attention_backward", "memory", "launch")
+        assert all(written[name] > 0 for name in measured)
+        (tmp_path / "constants.json").write_text(json.dumps({**written, "context": 3 << 30}))

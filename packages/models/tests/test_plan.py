@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import namedtuple
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from lamina.mesh import ParallelLayout
 from lamina.models import TransformerConfig
 from lamina.models.plan import Call, Job, StepRecorder, machine, plan, standstill
 from lamina.models.plan.clock import message_seconds, replay
-from lamina.models.plan.command import layout_of, main
+from lamina.models.plan.command import _parser, layout_of, main
 from lamina.models.plan.constants import Costs
 from lamina.models.plan.job import play
 from lamina.models.plan.pipeline_clock import pipeline_order, simulate
@@ -179,35 +179,73 @@ def test_experts_axes_without_experts_do_nothing():
     assert switched_off(job) == ["ep=2 does nothing: the model has no experts"]
 
 
-def test_the_command_prints_json_a_trace_and_a_plot(tmp_path, capsys):
-    config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256,
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "intermediate_size": 128, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 64, "tie_word_embeddings": False, "hidden_act": "silu",
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    trace, plot = tmp_path / "trace.json", tmp_path / "plot.svg"
-    words = f"--model {tmp_path} --ranks 2 --sequence 64 --json --trace {trace} --plot {plot}"
-    assert main(words.split()) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["fits"]
-    assert shown["step_seconds"] > 0
-    assert sum(shown["stages"][0]["memory_bytes"].values()) == shown["allocated_bytes"]
-    assert {"X", "C"} <= {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]}
-    assert plot.read_text().count("<polygon") == 6
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256,
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "intermediate_size": 128, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+PAGE = (Path(__file__).parents[3] / "docs/how-to/plan.md").read_text()
+COMMANDS = [
+    line.removeprefix("python -m lamina.models.plan ")
+    for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+    for line in block.splitlines()
+]
+HERE = [words for words in COMMANDS if "--device" not in words]
+"""tests/virtual_gpu/test_plan.py runs the other one."""
+
+
+def test_the_page_has_a_command_for_each_option():
+    words = {word for command in COMMANDS for word in command.split() if word.startswith("--")}
+    known = {word for action in _parser()._actions for word in action.option_strings}
+    assert known - {"-h", "--help", "--strategy"} == words
+
+
+@pytest.fixture
+def run_command(tmp_path, monkeypatch, capsys):
+    """Run a command of the page where constants are measured already, and see what it promises."""
+    monkeypatch.chdir(tmp_path)
+    own = replace(Costs(), context=5 << 30)
+    (tmp_path / "constants.json").write_text(json.dumps(asdict(own)))
+
+    def run(words: str, gpu: str = "h100-80gb") -> None:
+        assert main(words.split()) == 0
+        shown = capsys.readouterr().out
+        if "--search" in words:
+            assert "the next ones lose" in shown
+            assert len(re.findall(r"^ *\d+ .* s .* GiB \(.*--mesh ", shown, re.MULTILINE)) == 10
+        elif "--json" in words:
+            numbers = json.loads(shown)
+            assert numbers["fits"]
+            assert numbers["step_seconds"] > 0
+            memory = numbers["stages"][0]["memory_bytes"]
+            assert sum(memory.values()) == numbers["allocated_bytes"]
+            trace = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+            assert {"X", "C"} <= {event["ph"] for event in trace}
+            assert (tmp_path / "step.svg").read_text().count("<polygon") == 6
+        else:
+            context = own.context if "--calibrate" in words else Costs.context
+            limit = (machine(gpu).gpu.memory - context) / 2**30
+            assert f" of {limit:.2f} GiB of {gpu}: fits" in shown
+            assert ("pp=1" in shown) == ("bubbles" in shown) == ("pp=2" in words)
+            assert ("checked: it fits" in shown) == ("--check" in words)
+
+    return run
+
+
+@pytest.mark.parametrize("words", HERE)
+def test_each_command_of_the_page_runs_for_a_small_model(run_command, tmp_path, words):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    small = {"--model": str(tmp_path), "--ranks": "8", "--sequence": "64"}
+    for name, value in small.items():
+        words = re.sub(rf"{name} \S+", f"{name} {value}", words)
+    run_command(words.replace("tp=8", "tp=2"))
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[3] / "docs/how-to/plan.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL)
-    commands = [line for block in blocks for line in block.splitlines()]
-    assert len(commands) == 3
-    for command in commands:
-        assert main(command.removeprefix("python -m lamina.models.plan ").split()) == 0
-    assert (tmp_path / "step.json").exists()
+@pytest.mark.parametrize("words", HERE)
+def test_each_command_of_the_page_runs_as_it_is(run_command, words):
+    run_command(words)
 
 
 def test_the_command_says_why_a_run_cannot_be(capsys):

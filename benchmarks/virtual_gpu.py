@@ -48,7 +48,10 @@ WORDS = {
     "30b-moe": ("--recompute",),
     "70b": ("--tp", "8", "--recompute"),
 }
-ROWS = tuple((size, world, more) for size, more in WORDS.items() for world in (8, 64, 1024))
+ROWS = (
+    *((size, world, more) for size, more in WORDS.items() for world in (8, 64, 1024)),
+    ("8b", 8, ("--recompute",)),
+)
 
 
 def sets_of_rates() -> str:
@@ -73,7 +76,8 @@ def row(name: str, size: str, world: int, more: tuple[str, ...]) -> dict[str, An
         made = {"failed": lines[-1][:200]}
     else:
         made = json.loads(answer.stdout.splitlines()[-1])
-    return {**made, "engine": name, "size": size, "world": world}
+    job = f"{size} on {world:,}" + (", recomputed" if "--recompute" in more else "")
+    return {**made, "engine": name, "job": job}
 
 
 def steps(one: dict[str, Any]) -> list[float]:
@@ -117,7 +121,7 @@ def span(seconds: list[float], own: float) -> str:
 
 def line(one: dict[str, Any]) -> str:
     """Return a row of the table."""
-    name = f"| {one['size']} on {one['world']:,}, {one['engine']} |"
+    name = f"| {one['job']}, {one['engine']} |"
     if reason := one.get("failed") or one.get("out_of_memory"):
         return f"{name} {reason.splitlines()[0][:160]} |"
     cells = [
@@ -158,7 +162,7 @@ def table() -> None:
                 print(line(rows[-1]), flush=True)
                 for unit, seconds in rows[-1].get("exposed_by_unit", ()):
                     print(f"    {unit}: {seconds:.5f} s exposed")
-            verdicts += [f"{size} on {world:,}: {text}" for text in judged(rows)]
+            verdicts += [f"{rows[0]['job']}: {text}" for text in judged(rows)]
     print("\nLamina's ordered step:\n", *(f"- {text}" for text in verdicts), sep="\n")
 
 

@@ -96,9 +96,9 @@ def test_sums_over_hosts_cost_the_host_as_much_on_many_hosts_as_on_two(strategy,
 @pytest.mark.slow
 @pytest.mark.ranks(1, init=False)
 @pytest.mark.parametrize("strategy", [0, 1, 3])
-def test_a_step_on_8192_hosts_costs_the_host_as_much_as_on_one(strategy, ranks):
-    """Their sums take a second exchange, and their padded buffers more blocks."""
-    assert costs(strategy, 65_536, hosts=True)[0] <= 1.05 * costs(strategy, 8, hosts=True)[0]
+def test_a_step_on_8192_hosts_costs_the_host_as_much_as_on_two(strategy, ranks):
+    """On one host the second exchange is missing; the padded buffers have more blocks."""
+    assert costs(strategy, 65_536, hosts=True)[0] <= 1.02 * costs(strategy, 16, hosts=True)[0]
 
 
 @pytest.mark.ranks(1, init=False)

@@ -14,9 +14,22 @@ pytest.importorskip("triton")
 COMPILED = Path(__file__).with_name("compile_chains.py")
 # On a CPU tensors go to the kernel where Triton is interpreted.
 PROGRAM = """
+import numpy as np
 import torch
+from triton.runtime import interpreter
 from lamina.models.invariance.chain_kernel import TILE, add_chains
 from lamina.models.invariance.products import CHUNK
+
+# The interpreter's product is a BLAS's, which for some processors sums the columns of an edge in
+# another order. A GPU's is a chain of fused multiply-adds, whose products are not rounded.
+def chains(builder, a, b, sums, precision, imprecise):
+    total = sums.data
+    for k in range(a.data.shape[1]):
+        product = a.data[:, k, None].astype(np.float64) * b.data[k].astype(np.float64)
+        total = (total + product).astype(np.float32)
+    return interpreter.TensorHandle(total, sums.dtype.scalar)
+
+interpreter.InterpreterBuilder.create_dot = chains
 
 def product(left, right, pieces):
     total = torch.full((*left.shape[:2], right.shape[2]), torch.nan)

@@ -93,9 +93,19 @@ def fp_to_fp(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
-    """A product, summed in the type of what it is added to."""
-    product = np.matmul(wide(a), wide(b), dtype=d.data.dtype)
-    return Handle(product + d.data, d.dtype.scalar)
+    """A product: each element is a chain of multiply-adds in the type of what it is added to.
+
+    `np.matmul` calls a BLAS, whose kernel for some processors sums the columns of an edge in
+    another order than the others. On a GPU an element depends on its row and its column alone.
+    """
+    left, right = wide(a), wide(b)
+    total = d.data
+    # The product of two float32 is exact in float64, as within a fused multiply-add.
+    exact = np.promote_types(total.dtype, np.float64)
+    for k in range(left.shape[-1]):
+        product = left[..., k, None].astype(exact) * right[..., k, None, :].astype(exact)
+        total = (total + product).astype(total.dtype)
+    return Handle(total, d.dtype.scalar)
 
 
 # ---- functions of libdevice: torch's of that name, or of another one

@@ -107,12 +107,13 @@ def of_step(step: Callable[[], None]) -> dict[str, object]:
     }
 
 
-def one_row(words: argparse.Namespace) -> dict[str, object]:
+def one_row(size: str, engine: str, world: int, gbyte: float) -> dict[str, object]:
     """Measure one engine in this process."""
-    from virtual_gpu_step import measure
+    from virtual_gpu_step import measure, words_of
 
     torch.cuda.set_device(0)
-    with simulated_world(words.world, words.gbyte, torch.device("cuda", 0)):
+    with simulated_world(world, gbyte, torch.device("cuda", 0)):
+        words = words_of(["--size", size, "--engine", engine, "--world", str(world)])
         return measure(words, of_step)
 
 
@@ -139,9 +140,7 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("SIZE", "ENGINE"), help="in this process")
     words = parser.parse_args()
     if words.one:
-        words.size, words.engine = words.one
-        words.tp, words.copies, words.batch, words.recompute, words.settings = 1, 1, 1, False, "{}"
-        print(json.dumps(one_row(words)), flush=True)
+        print(json.dumps(one_row(*words.one, words.world, words.gbyte)), flush=True)
         return
     rows: dict[str, dict[str, object]] = {}
     for size in words.sizes:

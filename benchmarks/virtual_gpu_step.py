@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -586,8 +586,8 @@ def measure(
     }
 
 
-def main() -> None:
-    """Play rank 0, and print one line."""
+def words_of(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what `measure` takes, by the words of a command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--size", choices=SIZES, default="tiny")
@@ -598,7 +598,12 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--units", action="store_true", help="exposed seconds of each unit too")
     parser.add_argument("--settings", default="{}", help="further arguments of the engine, as JSON")
-    words = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """Play rank 0, and print one line."""
+    words = words_of()
     local = {
         "RANK": 0,
         "LOCAL_RANK": 0,

@@ -45,12 +45,16 @@ NAMES = {
     "CPUOffloadPolicy": CPUOffloadPolicy,
     "OffloadPolicy": OffloadPolicy,
 }
+WIDE_SUMS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_comm_dtype=torch.float32)
 BASES: dict[str, dict[str, Settings]] = {
     "fully_shard": {
         "strategy 3": {"zero_dp_strategy": 3},
         "slots": {"zero_dp_strategy": 3, "fsdp_double_buffer": True},
         "registered": {"zero_dp_strategy": 3, "fsdp_double_buffer": True, "nccl_ub": True},
+        "strategy 2": {"zero_dp_strategy": 2, "mixed_precision_policy": WIDE_SUMS},
         "strategy 1": {"zero_dp_strategy": 1},
+        "strategy 0": {"zero_dp_strategy": 0},
+        "copies": {"zero_dp_strategy": 3, "dp_replicate": 2},
     },
     "DistributedDataParallelConfig": {
         "whole": {},

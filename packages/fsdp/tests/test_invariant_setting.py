@@ -55,10 +55,15 @@ def test_invariant_is_reproducible(wrap):
 @pytest.mark.ranks(1)
 def test_gradients_are_not_rounded_before_they_are_added():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"weight travel in torch.bfloat16.*grad_comm_dtype"):
+    with pytest.raises(
+        ValueError,
+        match=r"weight travel in torch.bfloat16.*there \(grad_comm_dtype of Mixed[A-Za-z]+\)",
+    ):
         fully_shard(nn.Linear(4, 4), invariant=True, mixed_precision_policy=policy)
     config = DistributedDataParallelConfig(invariant=True)
-    with pytest.raises(ValueError, match=r"bias travel in torch.bfloat16.*grad_reduce_in_fp32"):
+    with pytest.raises(
+        ValueError, match=r"bias travel in torch.bfloat16.*there \(grad_reduce_in_fp32=True\)"
+    ):
         DistributedDataParallel(nn.Linear(4, 4).bfloat16(), config)
     wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_comm_dtype=torch.float32)
     fully_shard(nn.Linear(4, 4), invariant=True, mixed_precision_policy=wide)

@@ -46,14 +46,19 @@ def _that_say(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
             yield name, child, bool(fixed)
 
 
-def check_invariant_wire(wrapper: str, name: str, dtypes: GroupDtypes) -> None:
+def check_invariant_wire(wrapper: str, remedy: str, name: str, dtypes: GroupDtypes) -> None:
     """Raise ValueError if gradients are rounded before they are added.
 
     A microbatch's gradient would be rounded by itself, and microbatches are of the layout.
+
+    Args:
+        wrapper: what the user called.
+        remedy: the setting of it by which gradients travel in float32.
+        name: a parameter's.
+        dtypes: of its group.
     """
     if dtypes.wire.is_floating_point and torch.finfo(dtypes.wire).bits < 32:
         raise ValueError(
             f"{wrapper}(invariant=True): gradients of {name} travel in {dtypes.wire}, and would "
-            "be rounded once for each microbatch: take torch.float32 there (grad_comm_dtype of "
-            "MixedPrecisionPolicy, or grad_reduce_in_fp32=True)"
+            f"be rounded once for each microbatch: take torch.float32 there ({remedy})"
         )

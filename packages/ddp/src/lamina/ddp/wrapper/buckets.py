@@ -173,7 +173,8 @@ def make_buckets(
         wire = wide if config.grad_reduce_in_fp32 else None
         dtypes = resolve_dtypes(key.dtype, wire=wire, moments=config.moments_dtype)
         if config.invariant:
-            check_invariant_wire("DistributedDataParallel", members[0].name, dtypes)
+            remedy = "grad_reduce_in_fp32=True"
+            check_invariant_wire("DistributedDataParallel", remedy, members[0].name, dtypes)
         axes = expert if key.expert and expert is not None else dense
         groups.append(ParameterGroup(members, axes, dtypes, settings, scratch))
     return groups

@@ -181,7 +181,8 @@ def build_units(
         for group in planned:
             _check_gradient_dtypes(group)
             if sharding.settings.invariant:
-                check_invariant_wire("fully_shard", group.refs[0].name, group.dtypes)
+                remedy = "grad_comm_dtype of MixedPrecisionPolicy"
+                check_invariant_wire("fully_shard", remedy, group.refs[0].name, group.dtypes)
     _check_budgets(plans, groups, sharding.settings)
     # Nothing has been changed so far, and nothing is refused from here on but missing values.
     own = {id(module): module for plan in plans for module in plan.own_modules()}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from fuzz.settings import drawable
+from fuzz.settings import drawable, fields
 from one_of_eight import Block, end, llama, start, train
 from steady import of_call
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -63,6 +63,15 @@ BASES: dict[str, dict[str, Settings]] = {
     },
 }
 """What a setting is added to. One that contradicts a base, or needs more, is refused there."""
+
+
+GIVEN_BY_PROGRAMS = {
+    "outer_dp_sharding_strategy": ["1", "'optim'"],
+    "sync_model_each_microbatch": ["False"],
+    "cast_forward_inputs": ["False"],
+    "buffer_dtype": ["torch.float32"],
+}
+"""What `fuzz.settings` leaves to its random programs; the model here takes all of it."""
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -130,7 +139,9 @@ def outcome(source: str, base: Settings, settings: Settings) -> Settings:
 
 def outcomes(source: str, only: tuple[str, ...]) -> Iterator[Settings]:
     """What came of each setting of a source, and of none."""
-    drawn = {n: texts for n, texts in drawable(source).items() if not only or n in only}
+    fitting = {n: texts for n, texts in GIVEN_BY_PROGRAMS.items() if n in fields(source)}
+    every = {**drawable(source), **fitting}
+    drawn = {n: texts for n, texts in every.items() if not only or n in only}
     for number, (name, base) in enumerate(BASES.get(source, {"": {}}).items()):
         # All values over the first base, the two ends of them over the others.
         cases = [

@@ -179,7 +179,7 @@ def shard(
     elif mesh.axis("pp").size > 1:
         sharded, optimizer = _in_stages(model, config, mesh, device)
     else:
-        sharded, optimizer = shard_whole(model, config, mesh, device)
+        sharded, optimizer = _shard_whole(model, config, mesh, device)
     if config.compile:
         _compile([block for block in sharded.modules() if isinstance(block, _BLOCKS)])
     return sharded, optimizer
@@ -199,7 +199,7 @@ def _compile(blocks: Sequence[nn.Module]) -> None:
         block.compile()
 
 
-def shard_whole(
+def _shard_whole(
     model: nn.Module, config: Config, mesh: ParallelMesh, device: torch.device
 ) -> tuple[fsdp.ShardedModule, torch.optim.Optimizer]:
     """Without pipeline stages: the one line."""
@@ -224,19 +224,25 @@ def _settings(
     model: nn.Module, config: Config, mesh: ParallelMesh, device: torch.device
 ) -> dict[str, Any]:
     kinds = [kind for kind in _BLOCKS if any(isinstance(m, kind) for m in model.modules())]
-    wire = torch.float32 if config.train.invariant else None
-    policy = fsdp.MixedPrecisionPolicy(
-        param_dtype=compute_dtype(config, device), grad_comm_dtype=wire
-    )
     return {
         "device_mesh": mesh,
         "device": device,
         "fsdp_unit_modules": kinds or None,
         "zero_dp_strategy": config.train.strategy,
+        **choices(config, compute_dtype(config, device)),
+    }
+
+
+def choices(config: Config, compute: torch.dtype | None) -> dict[str, Any]:
+    """Return those arguments of `fully_shard` that depend on neither model nor mesh."""
+    wire = torch.float32 if config.train.invariant else None
+    return {
         "reproducible": config.train.reproducible > 0,
         "invariant": config.train.invariant,
         "calculate_per_token_loss": config.train.reproducible > 0,  # sums, divided at the end
-        "mixed_precision_policy": policy,
+        "mixed_precision_policy": fsdp.MixedPrecisionPolicy(
+            param_dtype=compute, grad_comm_dtype=wire
+        ),
     }
 
 

@@ -175,6 +175,15 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """What --dry-run plans for. A run itself takes the GPUs that are there."""
+
+    gpu: str = "h100-80gb"  # The profile of a GPU, as python -m lamina.models.plan has them
+    ranks: OrZero = 0
+    """Those of --ranks come first; if the mesh does not allow these, it is the fewest."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Pretrain a language model on text: python3 noxfile.py -s train -- [OPTIONS], or
     torchrun --nproc-per-node=2 examples/pretrain/train.py [OPTIONS].
@@ -210,6 +219,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     def layout(self) -> ParallelLayout:
         """The axes of `mesh`."""

@@ -127,6 +127,7 @@ def check_layouts(directory: Path, model: str, meshes: Iterable[str], *options: 
 
 
 def size(printed: str, label: str) -> float:
-    """Bytes on a line of what `--dry-run` prints."""
-    (line,) = [line for line in printed.splitlines() if line.startswith(f"{label}  ")]
-    return float(line.split()[-2]) * 2**20
+    """Bytes of the first stage, on a line of what `--dry-run` prints."""
+    (line,) = [line for line in printed.splitlines() if line.startswith(f"  {label}  ")]
+    number, unit = line.removeprefix(f"  {label}").split()[:2]
+    return float(number) * {"MiB": 2**20, "GiB": 2**30}[unit]

@@ -201,7 +201,7 @@ def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path, printed):
     from build import make_model, model_shape, shard
 
     from lamina.collectives import Ledger
-    from lamina.ddp import finalize_grads, memory_plan
+    from lamina.ddp import finalize_grads
     from lamina.ddp.engine import groups_of
     from lamina.mesh import init_distributed
 
@@ -211,7 +211,6 @@ def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path, printed):
         mesh = config.layout().build("cpu")
         shape = model_shape(config, 256)
         model, optimizer = shard(make_model(shape, config, mesh), config, mesh, runtime.device)
-        memory = memory_plan(model)
         tokens = torch.randint(256, (4, 64))
         saved: dict[int, int] = {}
 
@@ -220,6 +219,11 @@ def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path, printed):
             saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
+        # A plan is of a steady step: the first one gathers more.
+        model(tokens, labels=tokens).backward()
+        finalize_grads(model, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
         with Ledger() as ledger:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = model(tokens, labels=tokens)
@@ -233,28 +237,24 @@ def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path, printed):
             if isinstance(value, torch.Tensor) and value.numel() > 1
         )
     if runtime.rank == 0:
-        near = {"abs": 0.006 * 2**20}  # as printed, with two digits
-        assert size(printed, "at rest") == pytest.approx(memory.resident, **near)
-        # A plan receives this rank's own piece too, as NCCL does and gloo does not.
-        pieces = sorted(group.layout.size // 2 for group in groups_of(model))
-        own = 4 * sum(pieces[-2:])  # of two reductions in fp32
-        assert size(printed, "peak") == pytest.approx(memory.peak + own, **near)
+        near = {"abs": 0.01 * 2**20}  # as printed, and blocks of 512 bytes
+        local = sum(group.weights.local.data.nbytes for group in groups_of(model))
+        assert size(printed, "weights") == pytest.approx(local, **near)
         assert size(printed, "optimizer state") == pytest.approx(moments, **near)
         assert size(printed, "dp_shard") == pytest.approx(ledger.bytes(), **near)
-        # Saved weights are no activations; a few saved numbers of the CPU's kernels differ.
+        # Saved weights are no activations. The peak is within the loss, whose own tensors are
+        # there beside what the forward has saved.
         weights = sum(p.numel() for p in make_model(shape, config, mesh).parameters()) * 4
         kept = sum(saved.values())
-        assert size(printed, "activations of 1 passes") == pytest.approx(kept, abs=weights)
+        assert kept - weights < size(printed, "activations") < 1.5 * kept
 
 
 def test_a_plan_takes_no_memory_for_what_it_counts(dry_run):
     words = ["--model", "llama3-70b", "--model.num-layers", "2", "--mesh", "dp_shard=8"]
     done = dry_run(*words)
-    assert size(done.output, "peak") > 8 << 30
+    assert size(done.output, "allocated") > 8 << 30
     assert done.peak < 2 << 20  # KiB
-    assert (
-        "8 ranks, planned by this one process, which plays rank 0 and uses no device" in done.output
-    )
+    assert "8 ranks, planned by this one process, which uses no device" in done.output
 
 
 @pytest.mark.matrix(few=1)

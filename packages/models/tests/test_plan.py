@@ -87,6 +87,18 @@ def test_deep_models_follow_the_line_of_shallow_ones():
     assert planned.worst.sent == dict(whole.record.wire_bytes())
 
 
+def test_a_pipeline_holds_what_its_own_stage_does_however_many_passes_it_makes():
+    """Twenty microbatches, planned from four and six of them, beside all twenty."""
+    layout = ParallelLayout(pp=2, dp_shard=-1)
+    job = replace(JOB, ranks=4, layout=layout, batch=20, microbatches=20)
+    planned = plan(job)
+    for stage in planned.stages:
+        whole = play(job, stage.rank).record
+        assert stage.extrapolated
+        assert stage.allocated == pytest.approx(sum(whole.peak().values()), rel=0.01)
+        assert whole.at_rest()["temporaries"] < 4 * 64 * 128, "weights of the other stage"
+
+
 def test_parameters_and_states_are_those_of_the_model():
     """With three states in fp32, of which each of two ranks holds half."""
     job = replace(JOB, config=replace(CONFIG, num_layers=2), precision="fp32")

@@ -6,6 +6,7 @@ tensors a step has no values and takes no memory, so models of any size can be p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -101,7 +102,8 @@ class Job:
             )
         changes: dict[str, Any] = {"max_sequence_length": self.sequence}
         if layout.tp > 1:
-            changes |= {"vocab_multiple": layout.tp, "sequence_parallel": True}
+            multiple = math.lcm(self.config.vocab_multiple, layout.tp)
+            changes |= {"vocab_multiple": multiple, "sequence_parallel": True}
         if self.config.moe is not None:
             # On meta tensors nobody knows which tokens an expert gets: as many as all others do.
             changes["moe"] = replace(self.config.moe, capacity_factor=1.0, pad_to_capacity=True)
@@ -215,9 +217,9 @@ def program(
             hosts = RANKS_PER_HOST if job.ranks % RANKS_PER_HOST == 0 else None
             stack.enter_context(init_distributed(backend, **kind, ranks_per_host=hosts))
         mesh = job.layout.build("cpu" if device.type == "meta" else device.type)
-        with torch.device("meta"):
-            model = _make(job, mesh)
-        module, optimizer = (job.shard or _shard)(model, job, mesh, device)
+        # No name here keeps the whole model: a run has the layers of other stages on the meta
+        # device, where they take nothing, and a plan would count them as its own.
+        module, optimizer = (job.shard or _shard)(_make(job, mesh), job, mesh, device)
         ids = torch.zeros(job.batch, job.sequence, dtype=torch.int64, device=device)
 
         def step(mark: Callable[[str], None] | None) -> None:
@@ -240,7 +242,8 @@ def program(
 
 
 def _make(job: Job, mesh: ParallelMesh) -> nn.Module:
-    model = GPTModel(job.config, mesh) if job.make is None else job.make(job.config, mesh)
+    with torch.device("meta"):
+        model = GPTModel(job.config, mesh) if job.make is None else job.make(job.config, mesh)
     return model if job.recompute == "none" else apply_recompute(model, job.recompute)
 
 

@@ -9,7 +9,7 @@ treated in the same way, as a schedule repeats its middle.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -149,12 +149,22 @@ class Plan:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        lines = [f"{'memory at the peak':<28}" + "".join(f"pp={s.rank:<12}" for s in self.stages)]
-        for name in CATEGORIES:
-            row = (f"{stage.memory[name] / GIB:8.2f} GiB   " for stage in self.stages)
-            lines.append(f"  {name:<26}" + "".join(row))
-        lines.append(f"  {'allocated':<26}" + "".join(
-            f"{stage.allocated / GIB:8.2f} GiB   " for stage in self.stages))  # fmt: skip
+        sent = [n for stage in self.stages for n in stage.sent.values()]
+        unit, size_of_unit = (
+            ("GiB", GIB) if max(self.allocated, *sent, 0) >= GIB else ("MiB", GIB >> 10)
+        )
+        rows = {name: [stage.memory[name] for stage in self.stages] for name in CATEGORIES}
+        rows["allocated"] = [stage.allocated for stage in self.stages]
+        axes = dict.fromkeys(axis for stage in self.stages for axis in stage.sent)
+        messages = {axis: [stage.sent.get(axis, 0) for stage in self.stages] for axis in axes}
+
+        def table(title: str, rows: dict[str, list[int]]) -> Iterator[str]:
+            yield f"{title:<28}" + "".join(f"pp={s.rank:<12}" for s in self.stages).rstrip()
+            for name, sizes in rows.items():
+                row = "   ".join(f"{size / size_of_unit:8.2f} {unit}" for size in sizes)
+                yield f"  {name:<26}{row}"
+
+        lines = [*table("memory at the peak", rows)]
         limit = (self.machine.gpu.memory - self.machine.costs.context) / GIB
         verdict = "fits" if self.fits else "DOES NOT FIT"
         lines += [
@@ -167,9 +177,8 @@ class Plan:
             for name, seconds in sorted(self.seconds.items(), key=lambda pair: -pair[1])
             if seconds > 0
         ]
-        sent = ", ".join(f"{axis} {n / GIB:.2f} GiB" for axis, n in self.worst.sent.items() if n)
         lines += [
-            f"a rank sends {sent or 'nothing'}",
+            *table("a rank sends in a step", messages),
             f"MFU {100 * self.mfu:.1f}%, {self.flops_per_second / 1e12:.0f} TFLOP/s and "
             f"{self.tokens_per_second:,.0f} tokens/s per GPU",
             f"what binds: {self.binds}",
@@ -297,9 +306,11 @@ def _few_passes(job: Job) -> tuple[int, ...]:
     if pp == 1:
         return (2, 3) if all_passes > 3 else (all_passes,)
     few = max(len(job.stage_sizes), pp) if schedule_kind(job.schedule).v_shape else pp
-    if all_passes <= few + pp:
+    # As many passes as stages fill the pipeline. A stage has most in memory only once backwards
+    # and forwards take turns, so the first number has as many again.
+    if all_passes <= 3 * few:
         return (all_passes,)
-    return (few, few + pp)
+    return (2 * few, 3 * few)
 
 
 def _with_passes(job: Job, passes: int) -> Job:

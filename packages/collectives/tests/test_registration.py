@@ -200,7 +200,7 @@ def test_registered_memory_works_in_a_collective(symmetric):
         pytest.skip(problem)
     pool = register_pool(group, symmetric=symmetric)
     with pool:
-        tensor = torch.full((1 << 20,), 3.0, device="cuda")
+        tensor = torch.full((1 << 19,), 3.0, device="cuda")
     dist.all_reduce(tensor, group=group)
     assert torch.all(tensor == 3)
     pool.close()

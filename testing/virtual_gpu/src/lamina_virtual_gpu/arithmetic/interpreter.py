@@ -9,6 +9,7 @@ detector, when there is one.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from types import ModuleType
@@ -106,6 +107,21 @@ def dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> An
         product = left[..., k, None].astype(exact) * right[..., k, None, :].astype(exact)
         total = (total + product).astype(total.dtype)
     return Handle(total, d.dtype.scalar)
+
+
+@functools.cache
+def numpy_type(scalar: Any) -> Any:
+    """Return what numpy keeps numbers of a scalar type as."""
+    return _numpy_type(scalar)
+
+
+_numpy_type = interpreter._get_np_dtype  # makes a table of all types each time it is asked
+
+
+def numpy_type_of(dtype: Any) -> Any:
+    """Return the same of a scalar, a pointer, or a block of them."""
+    element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+    return numpy_type(tl.uint64 if isinstance(element, tl.pointer_type) else element)
 
 
 # ---- functions of libdevice: torch's of that name, or of another one
@@ -317,6 +333,12 @@ def mend() -> None:
     builder.cast_impl = cast
     builder.create_fp_to_fp = fp_to_fp(builder.create_fp_to_fp)
     builder.create_dot = dot
+    interpreter._get_np_dtype = numpy_type_of
+    # Arguments lie on the CPU, so nothing is copied there and back. The functions that would do it
+    # refer to themselves, and keep the arguments until Python collects them.
+    executor = interpreter.GridExecutor
+    executor._init_args_hst = lambda _, given, named: (list(given), named)
+    executor._restore_args_dev = lambda *_: None
     for name in ("binary_op", "unary_op", "create_fma", "create_erf", "create_rsqrt"):
         setattr(builder, name, in_wide(getattr(builder, name)))
     builder.create_extern_elementwise = extern_elementwise

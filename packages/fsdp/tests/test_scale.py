@@ -62,7 +62,7 @@ def costs(strategy, world, **hosts):
         return least(walks).calls.total(), operations.total, traffic.calls, traffic.listed, groups
 
 
-@pytest.mark.ranks(1, init=False)
+@pytest.mark.ranks(1, init=False, backend="gloo")  # simulated groups order no streams
 @pytest.mark.parametrize(
     "world", [1024, pytest.param(65_536, marks=pytest.mark.slow)], ids=["1024", "65536"]
 )
@@ -82,7 +82,7 @@ def test_a_step_costs_the_host_as_much_on_many_ranks_as_on_eight(strategy, world
     assert found[1] - operators <= 3 * levels * (UNITS + 1) + 10
 
 
-@pytest.mark.ranks(1, init=False)
+@pytest.mark.ranks(1, init=False, backend="gloo")  # simulated groups order no streams
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_sums_over_hosts_cost_the_host_as_much_on_many_hosts_as_on_two(strategy, ranks):
     calls, _, launches, _, groups = costs(strategy, 16, hosts=True)
@@ -94,7 +94,7 @@ def test_sums_over_hosts_cost_the_host_as_much_on_many_hosts_as_on_two(strategy,
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(1, init=False)
+@pytest.mark.ranks(1, init=False, backend="gloo")  # simulated groups order no streams
 @pytest.mark.parametrize("strategy", [0, 1, 3])
 def test_a_step_on_8192_hosts_costs_the_host_as_much_as_on_two(strategy, ranks):
     """On one host the second exchange is missing; the padded buffers have more blocks."""

@@ -297,13 +297,15 @@ def check(config: Config, ranks: int) -> None:
     if config.train.reproducible:
         one = layout.dp_replicate * layout.dp_shard == ranks and layout.ep * layout.expert_tp == 1
         one = one or config.train.invariant
-        if config.train.engine != "lamina" or config.model.dropout or not one:
+        # With invariant=True random numbers follow from a token's place in the run.
+        drawn_by_rank = config.model.dropout and not config.train.invariant
+        if config.train.engine != "lamina" or drawn_by_rank or not one:
             raise ValueError(
                 f"--train.reproducible {config.train.reproducible} with --train.engine "
                 f"{config.train.engine}, --mesh {config.mesh} and --model.dropout "
                 f"{config.model.dropout:g}: it needs Lamina's engine, axes dp_replicate and "
-                "dp_shard alone (or --train.invariant), and dropout 0, which draws numbers for "
-                "each rank"
+                "dp_shard alone, and dropout 0, which draws numbers for each rank; with "
+                "--train.invariant axes and dropout are free"
             )
     if config.train.engine == "torch_fsdp2" and (config.train.strategy, layout.pp) != (3, 1):
         raise ValueError(

@@ -159,6 +159,11 @@ def test_the_same_bits_are_promised_only_where_they_are_kept():
             check(config, ranks=2)
 
 
+def test_with_one_order_for_every_layout_axes_and_dropout_are_free():
+    train = TrainConfig(reproducible=1, invariant=True)
+    check(Config(train=train, mesh="tp=2", model=ModelConfig(dropout=0.1)), ranks=2)
+
+
 @pytest.mark.parametrize(
     ("option", "limit"),
     [

@@ -11,7 +11,8 @@ from lamina_testing.programs import run_ranks
 
 
 @pytest.mark.slow
-def test_a_step_of_eight_ranks_is_replayed_on_one(tmp_path, rank_server):
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_step_of_eight_ranks_is_replayed_on_one(tmp_path, rank_server, dropout):
     run = tmp_path / "run"
     options = [
         *(
@@ -23,7 +24,16 @@ def test_a_step_of_eight_ranks_is_replayed_on_one(tmp_path, rank_server):
             "1",
             "--train.invariant",
         ),
-        *("--checkpoint.every", "1", "--train.warmup-steps", "1", "--run.directory", str(run)),
+        *(
+            "--model.dropout",
+            str(dropout),
+            "--checkpoint.every",
+            "1",
+            "--train.warmup-steps",
+            "1",
+            "--run.directory",
+            str(run),
+        ),
     ]
     words = [str(PRETRAIN / "train.py"), *settings(tmp_path, "gpt", *options)]
     for ended in rank_server.call(run_ranks, words=words, nproc=8):

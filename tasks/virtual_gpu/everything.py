@@ -38,6 +38,7 @@ MARKED = {
     ),
     "registration": ("packages/collectives/tests/test_registration.py",),
 }
+GRACE = 20.0  # seconds in which an interrupted part may end by itself
 OK, FAILED, NO_TESTS = 0, 1, 5  # pytest's exit codes
 PLUGINS = ("-p", "lamina_testing.plugin", "-q", "--tb=short", "-o", "faulthandler_timeout=240")
 
@@ -88,6 +89,10 @@ def run(part: Part, seconds: float) -> bool:
             return process.wait(None if math.isinf(seconds) else seconds) in (OK, FAILED, NO_TESTS)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)  # pytest ends its ranks, and says what has run
+            try:
+                process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()  # an interpreted kernel that CUDA has called goes on for minutes
     return False
 
 

@@ -4,7 +4,7 @@
 and each layer's cells of NCCL on 1, 2 and 4 ranks, at once and under an adversary whose seed is
 the commit's. It ends after 60 minutes (`--minutes`); every part has its turn, and the next run goes
 on where this one ended. `-- tests --slow` has five seeds and 8 ranks too. `-- tests --ci` is a
-sample at once, of some two minutes. `-- tests ddp-2` chooses parts. `--keep` writes the section
+sample in both orders, of some two minutes. `-- tests ddp-2` chooses parts. `--keep` writes the section
 "With values" of `docs/records/virtual-gpu.md`, and enters the cells that ran whole in
 `docs/records/cells.json`; the task then writes `cells.md` anew.
 """
@@ -117,8 +117,8 @@ def parts(slow: bool = False) -> list[Computed]:
 
 
 def sample() -> list[Computed]:
-    """Return what CI runs. A race is seen in every order, so the tame one is enough there."""
-    return [Computed("sample", (*SAMPLE, *nccl(2)), "at-once")]
+    """Return what CI runs, in every order."""
+    return [Computed("sample", (*SAMPLE, *nccl(2)), *kind) for kind in orders(SEEDS)]
 
 
 def page(chosen: Sequence[Computed]) -> Iterator[str]:

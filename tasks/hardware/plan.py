@@ -100,8 +100,8 @@ CHECKS = (
     Step("order", "every wait orders its streams", "pytest tests/test_order.py", limit=75),
     Step(
         "order",
-        "the streams of this GPU have the order that was recorded on a CPU",
-        "python tests/order_on_gpu.py",
+        "the streams of this GPU have the order that was recorded on a CPU, and on a virtual GPU",
+        "python tests/order_on_gpu.py --beside order.json",
         "python tests/order_on_gpu.py --stand-in",
         limit=75,
     ),

@@ -62,7 +62,9 @@ def virtual_gpu(session: nox.Session) -> None:
     if what == "python":  # for one's own program
         command = [str(python), *words]
     elif what == "order":
-        command = [str(python), "tests/order_scenarios.py", "--cuda", *words]
+        writes = "--write" in words
+        program = ["order_on_gpu.py"] if writes else ["order_scenarios.py", "--cuda"]
+        command = [str(python), f"tests/{program[0]}", *program[1:], *words]
     elif what in ("budgets", "all", "tests"):
         module = {"budgets": "budgets", "all": "everything", "tests": "with_values"}[what]
         command = [str(python), "-m", f"tasks.virtual_gpu.{module}", *words]

@@ -4,8 +4,8 @@
 and each layer's cells of NCCL on 1, 2 and 4 ranks, at once and under an adversary whose seed is
 the commit's. It ends after 60 minutes (`--minutes`); every part has its turn, and the next run goes
 on where this one ended. `-- tests --slow` has five seeds and 8 ranks too. `-- tests --ci` is a
-sample in both orders, of some two minutes. `-- tests ddp-2` chooses parts. `--keep` writes the section
-"With values" of `docs/records/virtual-gpu.md`, and enters the cells that ran whole in
+sample in both orders, of some two minutes. `-- tests ddp-2` chooses parts. `--keep` writes the
+section "With values" of `docs/records/virtual-gpu.md`, and enters the cells that ran whole in
 `docs/records/cells.json`; the task then writes `cells.md` anew.
 """
 

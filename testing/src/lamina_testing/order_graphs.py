@@ -19,6 +19,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from lamina_testing.recording import COLLECTIVES, Entry, Recording
 
@@ -52,6 +53,17 @@ class OrderGraph:
             else:
                 graph.kernels[stream, what] += 1
         return graph
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `from_json` reads."""
+        kernels = [[*key, times] for key, times in sorted(self.kernels.items())]
+        return {"order": self.order, "kernels": kernels}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> OrderGraph:
+        """Return the graph that `as_json` has written."""
+        kernels = {(stream, what): times for stream, what, times in values["kernels"]}
+        return cls(values["order"], Counter(kernels))
 
 
 class Names:

@@ -4,7 +4,8 @@
 environment of the virtual GPU: `tests/order_scenarios.py` has the scenarios, `FSDP2` is one more.
 `--only TEXT` leaves out the waits whose line has it, so that further seeds try what one has missed.
 The wait does not happen, the rest runs as ever. A race, an error, or another number after a step
-shows it. One process plays rank 0 of four.
+shows it. One process plays rank 0 of four. A kernel that fails for want of a wait ends the device:
+the row then says so, the process ends, and `--after LINE` goes on behind that wait.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ USUAL = (
     "FSDP2",
 )  # fmt: skip
 Site = str
+
+
+class DeviceFailedError(Exception):
+    """A kernel has failed, and every later call to CUDA does."""
 
 
 def site() -> Site:
@@ -151,8 +156,11 @@ def run(name: str, without: Site | None = None) -> tuple[Counter[Site], list[Any
         said.append(f"{type(error).__name__}: {error}".splitlines()[0])
     finally:
         hook.remove()
-    torch.cuda.synchronize()
-    values = [float(x) for x in numbers]
+    try:
+        torch.cuda.synchronize()
+        values = [float(x) for x in numbers]
+    except torch.AcceleratorError as error:
+        raise DeviceFailedError from error
     return seen, values, [*virtual_gpu.races(), *said]
 
 
@@ -165,20 +173,29 @@ def differ(before: list[float], after: list[float]) -> bool:
 def main(names: list[str]) -> int:
     """Print a line of JSON for each scenario: what shows each wait that is left out."""
     only = names.pop(names.index("--only") + 1) if "--only" in names else ""
-    names = [name for name in names if name != "--only"]
+    after = names.pop(names.index("--after") + 1) if "--after" in names else ""
+    names = [name for name in names if name not in ("--only", "--after")]
     start(world=RANKS)
     for name in names or USUAL:
         seen, before, said = run(name)
         shown: dict[Site, str] = {}
-        for wait in sorted(line for line in seen if only in line):
-            _, after, says = run(name, wait)
+        failed = ""
+        for wait in sorted(line for line in seen if only in line and line > after):
+            try:
+                _, later, says = run(name, wait)
+            except DeviceFailedError:
+                shown[wait], failed = "an error", wait
+                break
             fresh = [text for text in says if text not in said]
             how = ["a race"] if any("a race" in text for text in fresh) else []
             how += ["an error"] if any("a race" not in text for text in fresh) else []
-            how += ["a wrong number"] if differ(before, after) else []
+            how += ["a wrong number"] if differ(before, later) else []
             shown[wait] = ", ".join(how)
         row = {"scenario": name, "seed": os.environ.get("VGPU_SEED", "0"), "says": said}
-        print(json.dumps({**row, "waits": sum(seen.values()), "shown": shown}), flush=True)
+        row |= {"waits": sum(seen.values()), "shown": shown, "failed": failed}
+        print(json.dumps(row), flush=True)
+        if failed:
+            break
     sys.stderr.flush()
     os._exit(0)  # the process group's threads would wait for the other ranks
 

@@ -12,6 +12,7 @@ import torch
 from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig, clip_grad_norm
 from lamina.ddp.norm.exact_squares import ExactSquares
 from lamina.mesh import ParallelLayout
+from lamina_testing import device_type
 
 
 def any_magnitudes(count, seed=0):
@@ -77,12 +78,12 @@ class Parameter(torch.nn.Module):
 @pytest.mark.ranks(1, 4)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_norm_rounds_the_exact_sum_on_every_layout(sharded, ranks):
-    mesh = ParallelLayout().build("cpu")
+    mesh = ParallelLayout().build(device_type())
     config = DistributedDataParallelConfig(
         invariant=True, use_distributed_optimizer=sharded, average_in_collective=False
     )
     model = DistributedDataParallel(Parameter(len(GRADIENT)), config, mesh)
-    model(GRADIENT).backward()
+    model(GRADIENT.to(model.module.weight.device)).backward()
     squared = sum(Fraction(number) ** 2 for number in GRADIENT.tolist())
     assert Fraction(1 + 2.0**-24) ** 2 < squared < Fraction(1 + 2.0**-23) ** 2
     assert clip_grad_norm(model, torch.inf, mesh).item() == 1 + 2.0**-23

@@ -223,18 +223,18 @@ def few(ranks):
 
 
 @few(1)
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, backend="gloo")  # a GPU has other bits: tests/virtual_gpu/test_invariance.py
 def test_one_rank_has_the_same_bits_however_it_steps(model, layout, dtype, alone):
     assert sha256(train(model, layout, dtype, STEPS)) == alone[model, dtype]
 
 
 @few(2)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # a GPU has other bits: tests/virtual_gpu/test_invariance.py
 def test_two_ranks_have_the_bits_of_one(model, layout, dtype, alone):
     assert sha256(train(model, layout, dtype, STEPS)) == alone[model, dtype]
 
 
 @few(4)
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, backend="gloo")  # a GPU has other bits: tests/virtual_gpu/test_invariance.py
 def test_four_ranks_have_the_bits_of_one(model, layout, dtype, alone):
     assert sha256(train(model, layout, dtype, STEPS)) == alone[model, dtype]

@@ -34,7 +34,7 @@ def alone(rank_server):
     return dict(zip(cases, hashes, strict=True))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # a GPU has other bits: tests/virtual_gpu/test_invariance.py
 @pytest.mark.parametrize(("model", "layout", "dtype"), FEW, ids=str)
 def test_two_ranks_have_the_bits_of_one(model, layout, dtype, alone):
     assert sha256(train(model, layout, dtype, STEPS)) == alone[model, dtype]

@@ -205,7 +205,7 @@ def train(mesh, rows, *, sequence_parallel=False):
     return outputs, {n: g * ranks for n, g in full_gradients(mixer).items()}, roles, share
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, backend="gloo")  # a GPU has other bits: tests/virtual_gpu/test_invariance.py
 @pytest.mark.parametrize(
     ("axes", "sequence_parallel", "rows"),
     [

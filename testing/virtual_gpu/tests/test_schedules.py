@@ -236,6 +236,21 @@ def test_a_race_ends_the_streams_on_request(program):
     assert program(text, VGPU_COMPUTE="at-once", VGPU_RACES="fail") is True
 
 
+def test_a_copy_between_devices_comes_after_the_work_of_both(program):
+    text = """
+        import json, torch, lamina_virtual_gpu as virtual_gpu
+        source = torch.zeros(64, device="cuda:0")
+        there = torch.empty(64, device="cuda:1")
+        there.fill_(1.0)
+        source.fill_(2.0)
+        there.copy_(source)
+        print(json.dumps([there.sum().item(), len(virtual_gpu.races())]))
+        """
+    for seed in range(5):
+        settings = {"VGPU_SEED": seed, "VGPU_RACES": "report", "VGPU_DEVICES": 2}
+        assert program(text, VGPU_COMPUTE="adversarial", **settings) == [128.0, 0]
+
+
 def test_a_graph_replays_its_work_with_the_addresses_of_its_capture(program):
     text = """
         import json, torch

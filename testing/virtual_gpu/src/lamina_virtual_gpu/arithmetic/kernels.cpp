@@ -280,6 +280,12 @@ void queue(::Stream *stream, std::shared_ptr<Computation> computation) {
   return virtual_gpu::stream_on((::Stream *)cuda.getStreamNativeHandle(cuda.getStream(device)), device.index());
 }
 
+// What a stream is given next comes after all that another one was given.
+void come_after(::Stream *stream, ::Stream *other) {
+  const std::lock_guard<std::recursive_mutex> locked(virtual_gpu::state_lock());
+  if (!stream->capture && !other->capture) virtual_gpu::wait_for_mark(stream, virtual_gpu::record_mark(other));
+}
+
 class Kernel final : public c10::OperatorKernel {
  public:
   Kernel(c10::SafeKernelFunction original, Kind kind, bool draws) : original_(std::move(original)), kind_(kind), draws_(draws) {}
@@ -298,9 +304,13 @@ class Kernel final : public c10::OperatorKernel {
     auto computation = std::make_shared<Computation>(Computation{op, {}, {}, {}});
     if (draws_ && tensor.defined()) take_key(*computation, arguments, tensor.device());
     const bool between_devices = kind_ == Kind::copy && arguments[0].toTensor().device() != arguments[1].toTensor().device();
-    if (between_devices) {  // its work goes to the source's stream, and the target's waits for that
+    if (between_devices) {
+      // The work goes to the source's stream, after what the target's was given. torch makes both streams
+      // wait for each other within the call below, which is too late for the first of the two waits.
       add(computation, arguments, {});
-      queue(current_stream(arguments[1].toTensor().device()), computation);
+      ::Stream *stream = current_stream(arguments[1].toTensor().device());
+      come_after(stream, current_stream(arguments[0].toTensor().device()));
+      queue(stream, computation);
     }
     {
       Inside guard;

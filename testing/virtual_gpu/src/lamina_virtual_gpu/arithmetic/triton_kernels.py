@@ -6,6 +6,7 @@ launched in a way of their own, and computed in the same.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -68,12 +69,17 @@ def queue(kernel: Any, arguments: Iterable[Any], named: dict[str, Any], grid: An
 def interpret(kernel: Any, places: tuple[Any, ...], named: dict[str, Any], grid: Any) -> None:
     """Run a kernel over tensors of the CPU."""
     import torch
+    from torch.utils._python_dispatch import _disable_current_modes
     from triton.runtime.interpreter import InterpretedFunction
 
     from lamina_virtual_gpu.arithmetic.interpreter import addresses, mend
 
     mend()
-    with _one_at_a_time, torch._C.DisableTorchFunction(), torch.no_grad():
+    # A program's modes would take the interpreter's own tensors for the program's.
+    nobody_looks = (_disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad())
+    with _one_at_a_time, contextlib.ExitStack() as stack:
+        for each in nobody_looks:
+            stack.enter_context(each)
         here = [each.on_cpu() if isinstance(each, Place) else each for each in places]
         of_kernel = {
             name: each.on_cpu() if isinstance(each, Place) else each for name, each in named.items()

@@ -201,12 +201,16 @@ def main(words: Sequence[str]) -> int:
         print("there is no such part; there are", *dict.fromkeys(part.name for part in every))
         return 1
     end = time.monotonic() + 60 * options.minutes
-    for place, part in enumerate(chosen):
-        # An even share of what is left, so that every part has its turn.
-        seconds = (end - time.monotonic()) / (len(chosen) - place)
-        part.results.parent.mkdir(parents=True, exist_ok=True)
-        if seconds > 0 and run(part, seconds):
-            part.whole.touch()
+    left: Sequence[Computed] = chosen
+    while left and time.monotonic() < end:
+        for place, part in enumerate(left):
+            # An even share of what is left, so that every part has its turn. What does not end in
+            # its share has another one of the time that the others did not need.
+            seconds = (end - time.monotonic()) / (len(left) - place)
+            part.results.parent.mkdir(parents=True, exist_ok=True)
+            if seconds > 0 and run(part, seconds):
+                part.whole.touch()
+        left = [part for part in left if not part.whole.exists()]
     if options.keep:
         save(CELLS, merge(load(CELLS), runs_of(chosen)))
         before, _, rest = RECORD.read_text().partition(HEADING)

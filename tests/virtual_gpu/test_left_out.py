@@ -47,3 +47,11 @@ def test_a_backward_on_another_stream_waits_for_what_it_reads_and_its_caller_for
     ends = [how for wait, how in row["shown"].items() if wait.endswith("BackwardStream.end")]
     assert ends
     assert all(ends)
+
+
+def test_a_gradient_from_another_stream_is_waited_for_and_kept():
+    """The bucket is filled on the backward's stream, and the gradient was made on another one."""
+    (row,) = rows_of("DDP, a branch beside a stream of its own", "--only", "BackwardStream.entered")
+    assert row["says"] == []
+    assert len(row["shown"]) == 2
+    assert all(row["shown"].values()), row["shown"]

@@ -109,8 +109,10 @@ def main() -> None:
     text = "\n".join(page(waits))
     print(text)
     if "--keep" in sys.argv[1:]:
-        before, _, rest = RECORD.read_text().partition(HEADING)
-        kept = rest.partition(END)[2]
+        before, heading, rest = RECORD.read_text().partition(HEADING)
+        _, end, kept = rest.partition(END)
+        if not (heading and end):
+            raise RuntimeError(f"{RECORD} lacks {HEADING!r} or {END!r}")
         RECORD.write_text(f"{before}{text}\n\n{END}{kept}")
 
 

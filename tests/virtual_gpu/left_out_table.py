@@ -92,7 +92,7 @@ def page(waits: dict[str, Wait]) -> Iterator[str]:
     yield f"`{commit}`: rank 0 of four, two steps. Each line that waits was left out in turn, and"
     yield f"the scenario ran again, under {SEEDS} seeds at most. With all waits no scenario says"
     yield "anything. Numbers are compared after steps of an optimizer alone.\n"
-    yield f"{sum(bool(entry.shown) for entry in waits.values())} of {len(waits)} lines are shown:"
+    yield f"{sum(bool(entry.shown) for entry in waits.values())} of {len(waits)} lines are shown."
     yield f"{len(SCENARIOS)} scenarios were tried.\n"
     yield "| line that waits | scenarios | shows it | first by |"
     yield "| --- | --- | --- | --- |"

@@ -230,6 +230,7 @@ def test_a_cell_of_virtual_gpus_is_marked_and_takes_no_real_ones_place(tree):
     (kept,) = merge([], [virtual])
     page = markdown([kept], planned)
     assert "| virtual: 4 passed, 1 skipped" in page
+    assert f"4 passed on virtual {kept.cell.backend} {kept.cell.world}" in compatibility([kept])
     assert f"| {virtual.date} | `v` | {VIRTUAL}, at-once" in page
 
 

@@ -103,7 +103,11 @@ def compatibility(runs: Sequence[Run]) -> str:
             mine = [r for r in runs if r.cell.layer == layer and with_what(r) == column]
             counts: Counter[str] = sum((Counter(run.counts) for run in mine), Counter())
             worlds = sorted(
-                {f"{r.cell.backend} {r.cell.world}" for r in mine if any(r.counts.values())}
+                {
+                    f"{'virtual ' * r.is_virtual}{r.cell.backend} {r.cell.world}"
+                    for r in mine
+                    if any(r.counts.values())
+                }
             )
             verdict = (
                 f"{counts['failed']} failed" if counts["failed"] else f"{counts['passed']} passed"

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import time
 import weakref
 
 import pytest
@@ -143,6 +144,16 @@ class GivingLinear(SinkingLinear):
         return None, None
 
 
+def settled_bytes():
+    """Live bytes; a busy lane's thread lets go of the last message a little later."""
+
+    def look():
+        time.sleep(0.02)
+        return live_bytes()
+
+    return min(look() for _ in range(10))
+
+
 @pytest.mark.ranks(2)
 def test_a_gradient_that_its_layer_gives_away_is_the_bucket_and_nobody_keeps_it(ranks):
     mesh, found = ParallelLayout().build(device_type()), {}
@@ -166,7 +177,7 @@ def test_a_gradient_that_its_layer_gives_away_is_the_bucket_and_nobody_keeps_it(
             model.zero_grad()
             del x, meter
             gc.collect()
-            held.append(live_bytes())
+            held.append(settled_bytes())
         assert held[5] - held[3] == gradients[0].nbytes * 2  # which this test keeps
         found[linear] = gradients, copied[0]
     (given, few), (plain, many) = found.values()

@@ -397,12 +397,15 @@ def offloaded_activations(recording: Recording) -> None:
         mock.patch.object(offload.Offloader, "__init__", lambda one, *_: make(one, ("cpu",))),
         mock.patch.object(offload.Offloader, "_streams_of", return_value=streams),
     ):
+        torch.manual_seed(0)
         model = there(recording, GPTModel(replace(SMALL, num_layers=3), seed=0))
         apply_recompute(model, RecomputePolicy(kind="offload", min_numel=16))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(STEPS):
             batch = tokens(recording)
             model(batch[:, :-1], labels=batch[:, 1:]).backward()
-            model.zero_grad()
+            sgd.step()
+            sgd.zero_grad()
         # A graph that ends while copies are under way that nobody has taken.
         loss = model(batch[:, :-1], labels=batch[:, 1:])
         torch.autograd.grad(loss, list(model.blocks[-1].parameters()))

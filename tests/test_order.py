@@ -10,14 +10,13 @@ import contextlib
 import random
 from unittest import mock
 
+import historic_faults
 import order_on_gpu
 import order_scenarios as scenarios
 import pytest
 import torch
 
-from lamina.buffers.pool import pool as pools
 from lamina.collectives.call import collective
-from lamina.collectives.reduction.ordered import OrderedReduction
 from lamina.ddp.backward.gradient_hooks import BackwardStream
 from lamina.fsdp import fully_shard
 from lamina.fsdp.weights.sharded import ShardedWeights
@@ -142,77 +141,47 @@ def test_windows_of_peers_need_each_wait():
         assert scenarios.races_without("windows", site), site
 
 
-def races(name: str) -> list[str]:
-    return scenarios.record(name).races
-
-
-def test_storage_that_is_reused_before_its_collective_ends_is_seen(monkeypatch):
-    def release(weights):
-        """Give the bytes back, and wait for the gather afterwards."""
-        weights._pool.release(weights.key)
-        weights._leave()
-
-    start = ShardedWeights.start
-
-    def start_and_let_go(weights):
-        start(weights)
-        if not monkeypatch.seen:
-            monkeypatch.seen = True
-            release(weights)
-            start(weights)
-
-    monkeypatch.seen = False
-    monkeypatch.setattr(ShardedWeights, "start", start_and_let_go)
-    assert any("all_gather" in race and "free on compute" in race for race in races("strategy 3"))
-
-
-def test_an_optimizer_that_does_not_wait_for_its_gradients_is_seen():
-    (site,) = [s for s in scenarios.record("strategy 2").waits if s.function.endswith("drain")]
-    found = scenarios.races_without("strategy 2", site)
-    assert any("ddp/optimizer" in race or "aten::lerp_" in race for race in found), found
-
-
-def test_a_prefetch_into_a_slot_that_backward_still_reads_is_seen(monkeypatch):
-    """All units get one slot, and nobody asks who lives there."""
-    color = pools.color_slots
-
-    def one_for_all(sizes, conflicts, **options):
-        return color(sizes, {}, **options)
-
-    def move_in(pool, entry, epoch):
-        return entry.block
-
-    monkeypatch.setattr(pools, "color_slots", one_for_all)
-    monkeypatch.setattr(pools.StoragePool, "_fall_back", move_in)
+def races_with(plant: str) -> list[str]:
+    """Plant a fault of another's history, and return what the recorder says."""
+    scenario, planted = historic_faults.PLANTS[plant]
     with (
         recorded_order(scenarios.RANKS) as recording,
         mock.patch.object(collective, "_LOOK_AROUND", 0.1),
+        planted(lambda: recording.on("another stream")),
     ):
         try:
-            scenarios.SCENARIOS["slots"](recording)
+            scenarios.SCENARIOS[scenario](recording)
         except Exception as error:  # the engine may notice too, later than the recorder
             print(error)
-    assert any("all_gather" in race and "aten::" in race for race in recording.races)
+    return recording.races
 
 
-def test_memory_that_is_freed_on_another_stream_than_its_use_is_seen(monkeypatch):
-    """Scratch that is allocated on a stream of its own goes back to it, whoever still writes."""
-    memory = OrderedReduction._ready
-    with recorded_order(scenarios.RANKS) as recording:
+def test_storage_that_is_reused_before_its_collective_ends_is_seen():
+    found = races_with("reuse")
+    assert any("all_gather" in race and "free on compute" in race for race in found), found
 
-        def elsewhere(*arguments):
-            with recording.on("another stream"):
-                return memory(*arguments)
 
-        monkeypatch.setattr(OrderedReduction, "_ready", elsewhere)
-        scenarios.SCENARIOS["strategy 2"](recording)
-    assert any("free on another stream" in race for race in recording.races)
+def test_an_optimizer_that_does_not_wait_for_its_gradients_is_seen():
+    scenario, function = historic_faults.WAITS["optimizer"]
+    (site,) = [s for s in scenarios.record(scenario).waits if s.function == function]
+    found = scenarios.races_without(scenario, site)
+    assert any("ddp/optimizer" in race or "aten::lerp_" in race for race in found), found
+
+
+def test_a_prefetch_into_a_slot_that_backward_still_reads_is_seen():
+    found = races_with("prefetch")
+    assert any("all_gather" in race and "aten::" in race for race in found), found
+
+
+def test_memory_that_is_freed_on_another_stream_than_its_use_is_seen():
+    found = races_with("free")
+    assert any("free on another stream" in race for race in found), found
 
 
 def test_a_copy_on_the_host_that_is_read_too_early_is_seen(recordings):
-    waits = recordings["offload"].waits
-    (site,) = [s for s in waits if s.function == "OffloadedSum.run"]
-    found = scenarios.races_without("offload", site)
+    scenario, function = historic_faults.WAITS["host copy"]
+    (site,) = [s for s in recordings[scenario].waits if s.function == function]
+    found = scenarios.races_without(scenario, site)
     assert any("copy_ on side" in race and "on host" in race for race in found), found
 
 
@@ -252,10 +221,10 @@ def test_backward_runs_where_forward_ran_and_waits_for_what_gave_it_gradients():
 def test_hooks_that_stay_on_the_stream_where_the_wrapper_was_made_are_seen(monkeypatch):
     """Only autograd's choice of streams shows it: hooks run where the leaves' nodes were made."""
     monkeypatch.setattr(BackwardStream, "entered", lambda *_: contextlib.nullcontext())
-    found = races("a stream of its own")
+    found = scenarios.record("a stream of its own").races
     assert any("gradients/group_gradients" in race and "all_to_all" in race for race in found)
     monkeypatch.setattr(AutogradStreams, "steering", lambda *_: contextlib.nullcontext())
-    assert not races("a stream of its own")
+    assert not scenarios.record("a stream of its own").races
 
 
 def test_a_unit_on_another_stream_than_its_forward_is_refused():

@@ -3,6 +3,7 @@
 `VGPU_COMPUTE=adversarial VGPU_SHARE=0 python tests/virtual_gpu/left_out.py [SCENARIO...]` in the
 environment of the virtual GPU: `tests/order_scenarios.py` has the scenarios, `FSDP2` is one more.
 `--only TEXT` leaves out the waits whose line has it, so that further seeds try what one has missed.
+`--plant NAME` plants a fault of `tests/historic_faults.py` in place of leaving waits out.
 The wait does not happen, the rest runs as ever. A race, an error, or another number after a step
 shows it. One process plays rank 0 of four. A kernel that fails for want of a wait ends the device:
 the row then says so, the process ends, and `--after LINE` goes on behind that wait.
@@ -24,6 +25,7 @@ from unittest import mock
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
 
+import historic_faults  # noqa: E402
 import order_scenarios as scenarios  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -170,14 +172,45 @@ def differ(before: list[float], after: list[float]) -> bool:
     return len(before) != len(after) or any(a != b and not (a != a and b != b) for a, b in pairs)
 
 
+def symptoms(says: list[str], before: list[float], after: list[float]) -> str:
+    """Name what shows that a run went wrong, "" if nothing does."""
+    how = ["a race"] if any("a race" in text for text in says) else []
+    how += ["an error"] if any("a race" not in text for text in says) else []
+    how += ["a wrong number"] if differ(before, after) else []
+    return ", ".join(how)
+
+
+def with_fault(plant: str) -> None:
+    """Print a line of JSON: what shows the fault, which is planted in its scenario."""
+    name, planted = historic_faults.PLANTS[plant]
+    _, before, said = run(name)
+    other = torch.cuda.Stream()
+    try:
+        with planted(lambda: torch.cuda.stream(other)):
+            _, after, says = run(name)
+        shown = symptoms(says, before, after)
+    except DeviceFailedError:
+        shown = "an error"
+    row = {"scenario": name, "plant": plant, "seed": os.environ.get("VGPU_SEED", "0")}
+    print(json.dumps({**row, "says": said, "shown": {plant: shown}, "failed": ""}), flush=True)
+
+
 def main(names: list[str]) -> int:
     """Print a line of JSON for each scenario: what shows each wait that is left out."""
+    if names[:1] == ["--plant"]:
+        start(world=RANKS)
+        with_fault(names[1])
+        sys.stderr.flush()
+        os._exit(0)
     only = names.pop(names.index("--only") + 1) if "--only" in names else ""
     after = names.pop(names.index("--after") + 1) if "--after" in names else ""
     names = [name for name in names if name not in ("--only", "--after")]
     start(world=RANKS)
     for name in names or USUAL:
         seen, before, said = run(name)
+        _, again, _ = run(name)
+        if differ(before, again):
+            raise RuntimeError(f"{name} gives other numbers each time, with all its waits")
         shown: dict[Site, str] = {}
         failed = ""
         for wait in sorted(line for line in seen if only in line and line > after):
@@ -186,11 +219,7 @@ def main(names: list[str]) -> int:
             except DeviceFailedError:
                 shown[wait], failed = "an error", wait
                 break
-            fresh = [text for text in says if text not in said]
-            how = ["a race"] if any("a race" in text for text in fresh) else []
-            how += ["an error"] if any("a race" not in text for text in fresh) else []
-            how += ["a wrong number"] if differ(before, later) else []
-            shown[wait] = ", ".join(how)
+            shown[wait] = symptoms([text for text in says if text not in said], before, later)
         row = {"scenario": name, "seed": os.environ.get("VGPU_SEED", "0"), "says": said}
         row |= {"waits": sum(seen.values()), "shown": shown, "failed": failed}
         print(json.dumps(row), flush=True)

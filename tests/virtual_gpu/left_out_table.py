@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "records" / "virtual-gpu.md"
@@ -38,29 +39,41 @@ class Wait:
     shown: list[tuple[str, int, str]] = field(default_factory=list)
 
 
-def measure(name: str, seed: int, *only: str) -> dict[str, str]:
-    """Run a scenario under a seed; return what its waits have shown."""
+def row_of(name: str, seed: int, *arguments: str) -> dict[str, Any]:
+    """Run `left_out.py` in a process of its own under a seed, and return its row."""
     program = str(Path(__file__).with_name("left_out.py"))
     order = {"VGPU_COMPUTE": "adversarial", "VGPU_SEED": str(seed), "VGPU_SHARE": "0"}
+    answer = subprocess.run(
+        [sys.executable, program, *arguments],
+        env={**os.environ, **order},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if answer.returncode != 0:
+        raise RuntimeError(f"{name} under seed {seed}: {answer.stderr[-2000:]}")
+    row: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    if row["says"]:
+        raise RuntimeError(f"{name} with all its waits says {row['says']}")
+    return row
+
+
+def measure(name: str, seed: int, *only: str) -> dict[str, str]:
+    """Run a scenario under a seed; return what its waits have shown."""
     shown: dict[str, str] = {}
     after = ""
     while True:
-        answer = subprocess.run(
-            [sys.executable, program, name, *only, "--after", after],
-            env={**os.environ, **order},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        if answer.returncode != 0:
-            raise RuntimeError(f"{name} under seed {seed}: {answer.stderr[-2000:]}")
-        row = json.loads(answer.stdout.splitlines()[-1])
-        if row["says"]:
-            raise RuntimeError(f"{name} with all its waits says {row['says']}")
+        row = row_of(name, seed, name, *only, "--after", after)
         shown |= row["shown"]
         after = row["failed"]
         if not after:
             return shown
+
+
+def show_plant(plant: str, seed: int) -> str:
+    """Plant a fault of history in its scenario; return what shows it under a seed."""
+    shown: str = row_of(plant, seed, "--plant", plant)["shown"][plant]
+    return shown
 
 
 def table() -> dict[str, Wait]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from virtual_gpu.left_out_table import SEEDS, measure
+from historic_faults import PLANTS
+from virtual_gpu.left_out_table import SEEDS, measure, show_plant
 
 
 @pytest.mark.parametrize("scenario", ["strategy 3", "dropped handles"])
@@ -29,3 +30,9 @@ def test_a_gradient_from_another_stream_is_waited_for_and_kept():
     shown = measure(scenario, 0, "--only", "BackwardStream.entered")
     assert len(shown) == 2
     assert all(shown.values()), shown
+
+
+@pytest.mark.parametrize("plant", sorted(PLANTS))
+def test_a_fault_of_history_in_a_step_is_seen(plant):
+    """What other systems have shipped, in Lamina's engine; its waits are in the table of waits."""
+    assert any(show_plant(plant, seed) for seed in range(SEEDS))

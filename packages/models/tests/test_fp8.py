@@ -201,7 +201,10 @@ def test_cut_layers_multiply_what_the_whole_layer_does(name, sequence_parallel):
             expected[2] = expected[2].chunk(2, dim=0 if column else 1)[axis.rank]
             for one, other in zip(found, expected, strict=True):
                 size = other.abs().max().item()
-                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6 * size)
+                # On a GPU torch's rowwise kernel writes bf16, so the ranks' partial sums are bf16.
+                in_bf16 = name == "rowwise" and device_type() == "cuda"
+                rtol, atol = (2**-7, 2**-7 * size) if in_bf16 else (1e-4, 1e-6 * size)
+                torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
             whole.zero_grad()
             model.zero_grad()
 

@@ -106,6 +106,11 @@ def test_cut_and_sharded_layers_train_in_fp8_like_one_process(name, ranks):
         wanted, role = whole.get_parameter(key).grad, role_of(model.get_parameter(key))
         if role.tp_shard_dim is not None:
             wanted = cut_weight(wanted, role.tp_shard_dim, mesh.axis("tp").rank, 2, role.tp_blocks)
+        if name == "rowwise" and device_type() == "cuda":
+            # Torch's rowwise kernel writes bf16 there, so the ranks' partial sums are bf16.
+            error = (gradient - wanted).norm() / wanted.norm()
+            assert error < 2**-5, f"{key}: {error}"
+            continue
         size = wanted.abs().max().item()
         torch.testing.assert_close(
             gradient, wanted, rtol=1e-3, atol=1e-3 * size, msg=lambda m, k=key: f"{k}: {m}"

@@ -120,6 +120,7 @@ struct Mark {
   struct ::Stream *stream;
   bool reached = false;
   Clock clock = {};
+  int puts_off = -1;  // under an adversary: so many more questions hear that it is not reached; -1 is not drawn yet
 };
 using MarkPointer = std::shared_ptr<Mark>;
 

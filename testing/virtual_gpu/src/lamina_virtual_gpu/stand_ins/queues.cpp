@@ -3,7 +3,8 @@
 //   at-once      as soon as it is given, as far as peers are there
 //   clock        when the virtual clock of the host has reached its end, or something waits for it
 //   late         when something waits for it: for a stream, an event, the device, or what was copied to pageable memory
-//   adversarial  as eager streams (at once) and lazy ones (late) that VGPU_SEED chooses, and chooses anew now and then
+//   adversarial  as eager streams (at once) and lazy ones (late) that VGPU_SEED chooses, and chooses anew now and then;
+//                a question (cudaEventQuery, cudaStreamQuery) may hear for long that the work has not been done
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
@@ -203,8 +204,9 @@ static Stream *leads_to(const Mark &mark) {
   return nullptr;
 }
 
-// While the host waits for one stream, others may do some of their work in between.
+// While the host waits for one stream, others do work in between: eager ones all that they can, lazy ones some.
 static void meddle(Locked &lock) {
+  run_all(lock, is_due);
   while (dice()() % 2) {
     std::vector<Stream *> ready;
     for (Stream *stream : all_streams())
@@ -213,12 +215,23 @@ static void meddle(Locked &lock) {
   }
 }
 
+// A question is no wait: half of the marks are not reached for it. A host that asks again and again hears so in the end.
+static bool puts_off(Mark &mark) {
+  constexpr int kQuestions = 500;
+  if (mark.puts_off < 0) mark.puts_off = dice()() % 2 ? kQuestions : 0;
+  if (mark.reached || mark.puts_off == 0) return false;
+  --mark.puts_off;
+  return true;
+}
+
 static bool go_to(const MarkPointer &mark, bool to_the_end) {
   if (!mark) return true;
   WithoutPython release;
   Locked lock(state_lock());
+  const bool adversarial = settings().order == Order::adversarial;
+  if (adversarial && !to_the_end && puts_off(*mark)) return false;
   while (!mark->reached) {
-    if (settings().order == Order::adversarial) meddle(lock);
+    if (adversarial) meddle(lock);
     if (mark->reached) break;
     Stream *stream = leads_to(*mark);
     if (stream && advance(lock, stream) == Progress::some) continue;

@@ -82,6 +82,7 @@ KINDS = {
 """Experts are on axes of their own; Mamba does not know cp."""
 RANDOM = {
     "dropout": replace(SHAPE, dropout=0.2, embedding_dropout=0.1),
+    "attention dropout": replace(SHAPE, num_heads=8, num_kv_heads=4, attention_dropout=0.2),
     "noisy experts": replace(
         SHAPE, moe=replace(LOSSES, jitter=0.1, capacity_factor=0.75), dropout=0.1
     ),

@@ -41,7 +41,6 @@ SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
         ({"head_bias": True}, "head_bias=True"),
         ({"scores": AttentionScores(softcap=50.0)}, "scores="),
         ({"tie_embeddings": True}, "tie_embeddings=True"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
     ],
 )
 def test_what_has_no_order_of_the_model_is_refused_by_name(setting, message):

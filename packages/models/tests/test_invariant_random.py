@@ -10,7 +10,8 @@ import torch
 
 from lamina.mesh import ParallelLayout, derive_seed
 from lamina.models import GPTModel, MoEConfig
-from lamina.models.invariance.random_keys import ForwardNumbers
+from lamina.models.invariance.chain_attention import ChainAttention
+from lamina.models.invariance.random_keys import ForwardNumbers, PairDraws
 from lamina.models.invariance.token_sums import TokenCut
 from lamina.models.layers.dropout import Dropout
 from lamina.models.moe.losses import RoutingContext
@@ -35,6 +36,11 @@ FEW = (
     ("dropout", Layout(tp=2, sp=True, recompute="full"), torch.float32),
     ("dropout", Layout(cp=2), torch.bfloat16),
     ("dropout", Layout(pp=2, microbatches=2, recompute="full"), torch.float32),
+    ("attention dropout", Layout(microbatches=4, recompute="selective"), torch.float32),
+    ("attention dropout", Layout(tp=2, sp=True, recompute="full"), torch.float32),
+    ("attention dropout", Layout(cp=2), torch.bfloat16),
+    ("attention dropout", Layout(cp=2, way="ulysses"), torch.bfloat16),
+    ("attention dropout", Layout(pp=2, microbatches=2), torch.float32),
     ("noisy experts", Layout(dp=2, ep=2, microbatches=2), torch.float32),
     ("noisy experts", Layout(tp=2, sp=True, ep=2, recompute="full"), torch.float32),
     ("noisy experts", Layout(cp=2), torch.float32),
@@ -87,11 +93,15 @@ def mixed(x):
     return x ^ x >> 31
 
 
-def number(step, sequence, position, seed, channel):
+def token_number(step, sequence, position):
     key = 0
     for counter in (step, sequence, position):
         key = mixed(key + (counter + 1) * 0x9E3779B97F4A7C15 & MASK)
-    key = mixed(key ^ seed)
+    return key
+
+
+def number(step, sequence, position, seed, channel):
+    key = mixed(token_number(step, sequence, position) ^ seed)
     return mixed(key + (channel + 1) * 0x9E3779B97F4A7C15 & MASK) >> 40
 
 
@@ -169,6 +179,43 @@ def test_gradients_are_those_of_written_out_masks():
         assert (ours.grad - theirs.grad).abs().max() < 1e-5 * scale, name
 
 
+def test_attention_drops_the_probabilities_of_written_out_numbers():
+    """The oracle: softmax over whole rows in fp64, a loop over documents, Python's integers."""
+    rate, seed, lengths = 0.3, 2**62 + 3, (5, 140)
+    (query, key, value), rows = torch.randn(3, 2, 145, 2, 8, dtype=torch.float64), 2
+    inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+    floats = [x.float().requires_grad_() for x in (query, key, value)]
+    keys = token_keys(step=4, forward=1, rows=rows, length=145)
+    runs = torch.tensor([0] * lengths[0] + [1] * lengths[1]).expand(rows, -1)
+    draws = PairDraws.of(rate, keys, seed, 4, 2)
+    ours = ChainAttention(runs=runs, draws=draws)(*floats, scale=0.5, dropout=rate)
+    grad = torch.randn_like(query)
+    ours.backward(grad.float())
+    start = 0
+    for length in lengths:
+        span = slice(start, start + length)
+        apart = torch.ones(length, length).triu(1) > 0
+        for row in range(rows):
+            for head in range(2):
+                q, k, v = (x[row, span, head] for x in inputs)
+                shares = (q @ k.T * 0.5).masked_fill(apart, -torch.inf).softmax(-1)
+                of_head = mixed(seed + (4 + head + 1) * 0x9E3779B97F4A7C15 & MASK)
+                kept = torch.zeros(length, length, dtype=torch.float64)
+                for i in range(length):
+                    token = token_number(4, rows + row, start + i)
+                    for j in range(i + 1):
+                        pair = mixed(token ^ of_head) + (j + 1) * 0x9E3779B97F4A7C15 & MASK
+                        kept[i, j] = mixed(pair) >> 40 >= round(rate * 2**24)
+                out = (shares * kept / (1 - rate)) @ v
+                out.backward(grad[row, span, head], retain_graph=True)
+                torch.testing.assert_close(
+                    ours[row, span, head].double(), out, rtol=1e-5, atol=1e-5
+                )
+        start += length
+    for float32, exact in zip(floats, inputs, strict=True):
+        torch.testing.assert_close(float32.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_a_step_ends_with_finalize_grads_and_is_in_a_checkpoint():
     tokens, labels = batch(0)
     model = GPTModel(RANDOM["dropout"], seed=1)
@@ -186,9 +233,10 @@ def test_a_step_ends_with_finalize_grads_and_is_in_a_checkpoint():
     assert GPTModel(SHAPE).forward_numbers is None
 
 
-def test_dropout_without_token_keys_is_refused():
-    model = GPTModel(RANDOM["dropout"], seed=1)
-    with pytest.raises(ValueError, match=r"Dropout\(0.2\).*no token_keys"):
+@pytest.mark.parametrize("model", ["dropout", "attention dropout"])
+def test_dropout_without_token_keys_is_refused(model):
+    model = GPTModel(RANDOM[model], seed=1)
+    with pytest.raises(ValueError, match=r"(Dropout\(0.2\)|attention_dropout 0.2).*no token_keys"):
         model.blocks[0](torch.randn(1, 64, 32))
 
 

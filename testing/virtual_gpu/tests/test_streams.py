@@ -168,3 +168,28 @@ def test_the_cuda_sanitizer_finds_a_planted_race(program):
             print(json.dumps(type(error).__name__))
     """
     assert program(text, TORCH_CUDA_SANITIZER=1) == "CUDASanitizerErrors"
+
+
+def test_an_interrupt_while_work_is_done_reaches_the_program(program):
+    """A kernel has no caller in Python that could take it, and the device goes on."""
+    got = program(
+        """
+        import json, os, signal, time, torch
+        from lamina_virtual_gpu.arithmetic.work import enqueue
+
+        def interrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+
+        x, seen = torch.ones(3, device="cuda"), False
+        try:
+            enqueue("interrupted", interrupted)
+            torch.cuda.synchronize()
+            time.sleep(5)
+        except KeyboardInterrupt:
+            seen = True
+        print(json.dumps([seen, x.sum().item()]))
+        """,
+        VGPU_COMPUTE="at-once",
+    )
+    assert got == [True, 3.0]

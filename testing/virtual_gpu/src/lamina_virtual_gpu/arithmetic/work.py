@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import functools
 import itertools
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +42,10 @@ def _run(number: int) -> int:
     act = _waiting[number] if number in _captured else _waiting.pop(number)
     try:
         act()
+    except KeyboardInterrupt:
+        # No exception goes through the stream's caller in C. The program gets it a moment later.
+        threading.Timer(0.05, _thread.interrupt_main).start()
+        return 1
     except BaseException as error:
         if number in _callers:
             _failures[number] = error

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lamina.mesh import mark
+from lamina.mesh.engine import MeshAxis
 from lamina.models.attention.context import AttentionContext
-from lamina.models.attention.kernels import PerHeadPattern
+from lamina.models.attention.kernels import DrawnPattern, PerHeadPattern
 from lamina.models.attention.rotary import apply_rotary
 from lamina.models.base.config import AttentionVariant, TransformerConfig
 from lamina.models.base.configs.elements import NormPart
@@ -18,6 +19,7 @@ from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, context_ranks, require_divisible
 from lamina.models.base.weight_link import WeightLink, linked
 from lamina.models.invariance.fixed_sums import FixedSums
+from lamina.models.invariance.random_keys import PairDraws
 from lamina.models.invariance.token_sums import TokenCut
 from lamina.models.layers.dropout import dropout_stream
 from lamina.models.layers.linear import RowParallelLinear, from_residual, into_residual
@@ -31,15 +33,16 @@ class AttentionCore(nn.Module):
 
     Args:
         config: the shape.
-        sharded: each tensor-parallel rank has other heads.
+        axis: ranks that have other heads each; None is one process.
     """
 
-    def __init__(self, config: TransformerConfig, *, sharded: bool = False) -> None:
+    def __init__(self, config: TransformerConfig, axis: MeshAxis | None = None) -> None:
         super().__init__()
         self.scale = config.score_scale
         self.rate = config.attention_dropout
         self.window = config.sliding_window
-        self.sharded = sharded
+        self.axis = axis
+        self.init_seed: int | None = None
 
     def forward(
         self,
@@ -63,7 +66,14 @@ class AttentionCore(nn.Module):
         pattern = context.pattern
         if per_head is not None:
             pattern = cast(PerHeadPattern, pattern).with_heads(per_head)
-        with dropout_stream(rate, self.sharded):
+        if rate > 0.0 and context.token_keys is not None:
+            heads = query.shape[2]
+            first = 0 if self.axis is None else self.axis.rank * heads
+            draws = PairDraws.of(rate, context.token_keys, self.init_seed or 0, first, heads)
+            return cast(DrawnPattern, pattern).with_draws(draws)(
+                query, key, value, scale=self.scale, dropout=rate
+            )
+        with dropout_stream(rate, self.axis is not None):
             return pattern(query, key, value, scale=self.scale, dropout=rate)
 
 
@@ -191,7 +201,7 @@ class SelfAttention(Attention):
             norm = _head_norm(config)
             self.query_norm = norm.make(width, config.norm_eps, partial=sharded)
             self.key_norm = norm.make(width, config.norm_eps, partial=sharded)
-        self.core = AttentionCore(config, sharded=sharded)
+        self.core = AttentionCore(config, self.axis)
         self.output = output_projection(config, axis)
 
     def reset_parameters(self) -> None:

@@ -15,6 +15,7 @@ from lamina.collectives import all_to_all_tokens, gather_from
 from lamina.mesh.engine import MeshAxis
 from lamina.models.attention.kernels import (
     AttentionPattern,
+    DrawnPattern,
     PerHeadPattern,
     allowed_pairs,
     check_path,
@@ -28,6 +29,7 @@ from lamina.models.attention.kernels import (
 from lamina.models.attention.pieced import Block, InPieces, Piece, attend_in_pieces
 from lamina.models.base.config import TransformerConfig
 from lamina.models.invariance.chain_attention import ChainAttention
+from lamina.models.invariance.random_keys import PairDraws
 from lamina.models.layers.zigzag import cut_sequence, in_order, out_of_order
 
 
@@ -113,6 +115,11 @@ class Ulysses:
         mine = per_head.chunk(self.axis.size)[self.axis.rank]
         return replace(self, inner=cast(PerHeadPattern, self.inner).with_heads(mine))
 
+    def with_draws(self, draws: PairDraws) -> AttentionPattern:
+        """See `DrawnPattern`; each rank draws for the heads that it is sent."""
+        mine = draws.part(self.axis.rank, self.axis.size)
+        return replace(self, inner=cast(DrawnPattern, self.inner).with_draws(mine))
+
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
@@ -166,7 +173,7 @@ def check_context_parallel(config: TransformerConfig, cp: MeshAxis, tp_size: int
             f"attention_path {config.attention_path!r} beside context_parallel {way!r}, which has "
             "kernels of its own: set attention_path to 'auto', or context_parallel to 'ulysses'"
         )
-    if way == "ring":
+    if way == "ring" and not config.invariant:  # which gathers keys and values
         _refuse_ring_dropout(config.attention_dropout)
     if way == "ring" and config.scores is not None:
         raise ValueError(
@@ -212,7 +219,7 @@ def check_pattern(
     """
     if axis is None or config.context_parallel == "ulysses":
         check_path(config, device, dtype, dropout)
-    elif config.context_parallel == "ring":
+    elif config.context_parallel == "ring" and not config.invariant:
         _refuse_ring_dropout(dropout)
         if device.type == "cuda" and (documents or config.sliding_window is not None):
             raise ValueError(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.elements import AttentionScores
+from lamina.models.invariance.random_keys import PairDraws
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -41,6 +42,13 @@ class PerHeadPattern(AttentionPattern, Protocol):
 
     def with_heads(self, per_head: Tensor) -> AttentionPattern:
         """The pattern with these numbers, `[heads, columns]`: slopes, and sinks if there are."""
+
+
+class DrawnPattern(AttentionPattern, Protocol):
+    """A pattern whose dropout is drawn by the place of heads, queries and keys."""
+
+    def with_draws(self, draws: PairDraws) -> AttentionPattern:
+        """The pattern with these draws, of the heads that it is called with."""
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -189,7 +189,7 @@ class LatentSelfAttention(Attention):
         self.kv_up = self._up(
             sizes.kv_lora_rank, config.num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
         )
-        self.core = AttentionCore(config, sharded=self.axis is not None)
+        self.core = AttentionCore(config, self.axis)
         self.output = output_projection(config, self.axis)
 
     def _down(self, width: int) -> Linear:

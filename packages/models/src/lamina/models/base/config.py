@@ -482,9 +482,6 @@ class TransformerConfig:
             "tie_embeddings=True (a weight with two gradients, added for each microbatch)": (
                 self.tie_embeddings
             ),
-            f"attention_dropout={self.attention_dropout} (not in the kernel of this setting)": (
-                self.attention_dropout > 0.0
-            ),
         }
         if self.moe is not None:
             lacks |= self.moe.depends_on_layout
@@ -640,10 +637,11 @@ class TransformerConfig:
 
     @property
     def draws_numbers(self) -> bool:
-        """Whether a forward that trains draws random numbers, those of attention left out."""
+        """Whether a forward that trains draws random numbers."""
         rates = [self.dropout, self.embedding_dropout]
         for layer in self.distinct_layers:
-            rates += [layer.dropout, 0.0 if layer.moe is None else layer.moe.jitter]
+            rates += [layer.dropout, layer.attention_dropout]
+            rates += [0.0 if layer.moe is None else layer.moe.jitter]
         return any(rates)
 
     @property

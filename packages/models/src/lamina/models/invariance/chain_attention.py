@@ -10,7 +10,7 @@ In backward the gradients of keys and values are sums over queries, chunk by chu
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
 from lamina.models.invariance.products import CHUNK, fold, product, row_sum
+from lamina.models.invariance.random_keys import PairDraws
 from lamina.models.invariance.token_sums import TokenCut
 
 
@@ -32,26 +33,34 @@ class ChainAttention:
         runs: int64 `[batch, sequence]`: each token's document, of whole sequences; None is one per
             sequence.
         axis: the ranks of cp, which hold two chunks of each sequence; None is whole sequences.
+        draws: which probabilities are dropped; None is for attention without dropout.
     """
 
     window: int | None = None
     runs: Tensor | None = None
     axis: MeshAxis | None = None
+    draws: PairDraws | None = None
+
+    def with_draws(self, draws: PairDraws) -> "ChainAttention":
+        """See `DrawnPattern`."""
+        return replace(self, draws=draws)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
         """See `AttentionPattern`."""
-        if dropout:
+        if dropout and self.draws is None:
             raise ValueError(
-                f"attention_dropout is {dropout}, and invariant=True has no random numbers by "
-                "position: set it to 0"
+                f"attention_dropout {dropout} of a model with invariant=True, and the context has "
+                "no token_keys, by whose places numbers are drawn: give it those of the model's "
+                "forward"
             )
         (batch, tokens), keys = query.shape[:2], key.shape[1]
         sequence = keys * (1 if self.axis is None else self.axis.size)
         # With a cache there are fewer queries than keys, and they are the last of the sequence.
         own = _own_runs(tokens, self.axis) if tokens == keys else (slice(keys - tokens, keys),)
-        plan = _Plan(scale, self.window, self.axis, self._documents(batch, sequence), own)
+        draws = self.draws if dropout else None
+        plan = _Plan(scale, self.window, self.axis, self._documents(batch, sequence), own, draws)
         return applied(_Attend, query, key, value, plan)
 
     def _documents(self, batch: int, sequence: int) -> "tuple[_Span, ...]":
@@ -124,6 +133,13 @@ class _Plan:
     documents: tuple[_Span, ...]
     own: tuple[slice, ...]
     """Runs of this rank's tokens in the whole sequence, in their order here."""
+    draws: PairDraws | None = None
+
+    def kept(self, document: _Span, rows: slice, columns: slice) -> Tensor | None:
+        """Factors of the probabilities of some pairs of a document; None without dropout."""
+        if self.draws is None:
+            return None
+        return self.draws.factors(document[0], document[1].start, rows, columns)
 
     def whole(self, x: Tensor) -> Tensor:
         """Gather `[batch, tokens, ...]` over the ranks, in the order of the sequence."""
@@ -180,9 +196,13 @@ class _Attend(torch.autograd.Function):
                 own = _moved(rows, -inside.start)
                 scores = _scores(q[:, own], k[:, columns], rows, columns, plan)
                 top = scores.amax(dim=-1, keepdim=True)
-                sums = product((scores - top).exp_(), with_ones[:, columns])
+                weights = (scores - top).exp_()
+                sums = product(weights, with_ones[:, columns])
                 place = here[0], _moved(own, here[1].start)
                 total = sums[..., -1:]
+                kept = plan.kept(document, rows, columns)
+                if kept is not None:  # probabilities are dropped after they were divided
+                    sums = product(weights * kept, with_ones[:, columns])
                 mixed[place] = _tokens_first(sums[..., :-1] / total, heads).to(mixed.dtype)
                 largest[place] = _tokens_first(top, heads)
                 totals[place] = _tokens_first(total, heads)
@@ -201,7 +221,7 @@ class _Attend(torch.autograd.Function):
         if plan.axis is None:
             for document, here, inside in plan.pieces():
                 pieces = _gradients(
-                    given.at(here), key[document], value[document], inside, inside, plan
+                    given.at(here), key[document], value[document], inside, inside, document, plan
                 )
                 _store(grads, pieces, here)
             return *grads, None
@@ -211,12 +231,14 @@ class _Attend(torch.autograd.Function):
             before = slice(0, inside.stop)
             rows, tokens = document
             reached = rows, slice(tokens.start, tokens.start + inside.stop)
-            own = _gradients(given.at(here), keys[reached], values[reached], inside, before, plan)
+            own = _gradients(
+                given.at(here), keys[reached], values[reached], inside, before, document, plan
+            )
             # Queries from the first of these keys on.
             first = inside.start - inside.start % CHUNK
             after = slice(first, tokens.stop - tokens.start)
             later = everyone.at((rows, slice(tokens.start + first, tokens.stop)))
-            theirs = _gradients(later, key[here], value[here], after, inside, plan)
+            theirs = _gradients(later, key[here], value[here], after, inside, document, plan)
             _store(grads, (own[0], *theirs[1:]), here)
         return *grads, None
 
@@ -237,7 +259,13 @@ class _Rows(NamedTuple):
 
 
 def _gradients(
-    given: _Rows, key: Tensor, value: Tensor, queries: slice, keys: slice, plan: _Plan
+    given: _Rows,
+    key: Tensor,
+    value: Tensor,
+    queries: slice,
+    keys: slice,
+    document: _Span,
+    plan: _Plan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of some queries, and of some keys and values, by the pairs of them.
 
@@ -252,8 +280,11 @@ def _gradients(
         r, c = _moved(rows, -queries.start), _moved(columns, -keys.start)
         scores = _scores(q[:, r], k[:, c], rows, columns, plan)
         shares = (scores - top[:, r]).exp_() / total[:, r]
-        by_value[:, c] += product(shares.transpose(1, 2), g[:, r])
         by_share = product(g[:, r], v[:, c].transpose(1, 2))
+        kept = plan.kept(document, rows, columns)
+        used = shares if kept is None else shares * kept
+        by_share = by_share if kept is None else by_share * kept
+        by_value[:, c] += product(used.transpose(1, 2), g[:, r])
         by_score = shares * (by_share - mean[:, r]) * plan.scale
         by_query[:, r] = product(by_score, k[:, c])
         by_key[:, c] += product(by_score.transpose(1, 2), q[:, r])

@@ -58,9 +58,11 @@ class TokenKeys:
     Attributes:
         numbers: int64, `[batch, sequence]`, or under sequence parallelism `[tokens / tp]`: a number
             for each step, sequence and position.
+        whole: int64, `[batch, sequence]`: those of whole sequences.
     """
 
     numbers: Tensor
+    whole: Tensor
 
     def draw(self, seed: int, width: int) -> Tensor:
         """Draw evenly from 0 .. 2^24 - 1 for each token and channel: int64 `[..., width]`.
@@ -81,6 +83,49 @@ class TokenKeys:
         """Numbers in `[low, high)` of the shape and dtype of `x`, as of `dropout`."""
         drawn = self.draw(seed, x.shape[-1]).view(x.shape).to(x.dtype)
         return drawn * ((high - low) * 2.0**-_BITS) + low
+
+
+@dataclass(frozen=True)
+class PairDraws:
+    """Dropout of attention's probabilities, by head, query and key.
+
+    Attributes:
+        rate: the probability with which one is dropped, in (0, 1).
+        tokens: `TokenKeys.whole` of a forward.
+        heads: int64 `[heads]`: a number for each head that is computed here.
+    """
+
+    rate: float
+    tokens: Tensor
+    heads: Tensor
+
+    @staticmethod
+    def of(rate: float, keys: TokenKeys, seed: int, first: int, heads: int) -> "PairDraws":
+        """The draws of a layer's `heads` from `first` on; `seed` is the layer's."""
+        numbers = torch.arange(first, first + heads, device=keys.whole.device)
+        return PairDraws(rate, keys.whole, _next(torch.full_like(numbers, seed), numbers))
+
+    def part(self, rank: int, size: int) -> "PairDraws":
+        """The draws of the heads that one of `size` ranks gets."""
+        return PairDraws(self.rate, self.tokens, self.heads.chunk(size)[rank])
+
+    def factors(self, rows: slice, start: int, queries: slice, keys: slice) -> Tensor:
+        """What probabilities are multiplied by: 0, or 1 / (1 - rate).
+
+        Args:
+            rows: sequences of the batch.
+            start: where their document begins.
+            queries: places of queries in the document.
+            keys: places of keys in the document.
+
+        Returns:
+            float32 `[rows * heads, queries, keys]`.
+        """
+        tokens = self.tokens[rows, start + queries.start : start + queries.stop]
+        of_heads = _mixed(tokens.unsqueeze(1) ^ self.heads.unsqueeze(-1)).unsqueeze(-1)
+        places = torch.arange(keys.start, keys.stop, device=tokens.device)
+        drawn = _shifted(_next(of_heads, places), 64 - _BITS).flatten(0, 1)
+        return (drawn >= round(self.rate * 2**_BITS)).float() * (1.0 / (1.0 - self.rate))
 
 
 class ForwardNumbers(nn.Module):
@@ -124,7 +169,8 @@ class ForwardNumbers(nn.Module):
         sequences = torch.arange(first, first + rows, device=device)
         step = _mixed((self.step.to(device) + 1) * _STRIDE)
         keys = _next(step, sequences).unsqueeze(-1)
-        return TokenKeys(cut.piece(_next(keys, torch.arange(length, device=device))))
+        whole = _next(keys, torch.arange(length, device=device))
+        return TokenKeys(cut.piece(whole), whole)
 
     @property
     def needs_finalize(self) -> bool:

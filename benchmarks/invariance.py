@@ -1,10 +1,12 @@
-"""What `invariant=True` costs on a CPU: parts, a block and a model, beside torch's kernels.
+"""What `invariant=True` costs: parts, a block and a model, beside torch's kernels.
 
     python benchmarks/invariance.py --threads 1
+    .nox/virtual-gpu/bin/python benchmarks/invariance.py --clock
 
 Forward plus backward of the same modules with and without the setting. They take turns, and the
 median counts, in seconds that this process computed: other work on the machine changes it little.
-Gradients of both are compared first. The last line is a step of a whole model.
+Gradients of both are compared first. The last line is a step of a whole model. With `--clock` the
+milliseconds are those of the virtual GPU's clock, where nothing is computed, in fp32 and bf16.
 """
 
 from __future__ import annotations
@@ -31,6 +33,11 @@ SHAPE = TransformerConfig(
     max_sequence_length=512,
     qk_norm=True,
 )
+WIDE = replace(
+    SHAPE, hidden_size=2048, num_heads=16, num_kv_heads=8, ffn_size=5632, vocab_size=32768,
+    max_sequence_length=4096,
+)  # fmt: skip
+"""What the clock is asked about: launches should not be all that counts."""
 MIXED = replace(
     SHAPE,
     num_layers=2,
@@ -47,7 +54,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=5, help="times that each is measured")
     parser.add_argument("--sequences", type=int, default=2)
+    parser.add_argument("--clock", action="store_true", help="on the virtual GPU")
     arguments = parser.parse_args()
+    if arguments.clock:
+        for dtype in (torch.float32, torch.bfloat16):
+            on_the_clock(dtype, arguments.sequences)
+        return
     torch.set_num_threads(arguments.threads)
     shape = (arguments.sequences, SHAPE.max_sequence_length)
     tokens = torch.randint(SHAPE.vocab_size, shape, generator=torch.Generator().manual_seed(0))
@@ -68,17 +80,55 @@ def main() -> None:
             print(f"| {name} | {before:.3f} | {after:.3f} | {after / before:.2f} |", flush=True)
 
 
-def parts(tokens: Tensor) -> dict[str, Callable[[GPTModel], Step]]:
+def on_the_clock(dtype: torch.dtype, sequences: int) -> None:
+    """Print seconds of the virtual GPU's clock, in a step that is not the first."""
+    import lamina_virtual_gpu as virtual_gpu
+
+    shape = (sequences, WIDE.max_sequence_length)
+    print(
+        f"\n{torch.cuda.get_device_name()}, {shape[0]} x {shape[1]}, hidden {WIDE.hidden_size}, "
+        f"{WIDE.num_layers} layers, vocabulary {WIDE.vocab_size}, {dtype}\n"
+    )
+    print("| part | torch's kernels, ms | invariant=True, ms | ratio |")
+    print("| --- | --- | --- | --- |")
+    tokens = torch.zeros(shape, dtype=torch.int64, device="cuda")
+    mixed = replace(
+        MIXED, hidden_size=WIDE.hidden_size, max_sequence_length=WIDE.max_sequence_length
+    )
+    of_mamba = mixed_parts(tokens, dtype)
+    del of_mamba["experts (2 of 8)"]  # whose loads the host reads, and nothing has values here
+    for shape_of, steps in ((WIDE, parts(tokens, dtype)), (mixed, of_mamba)):
+        models = []
+        for invariant in (False, True):
+            with torch.device("cuda"):
+                model = GPTModel(replace(shape_of, invariant=invariant), seed=1)
+            models.append(model.to(dtype))
+        for name, step in steps.items():
+            taken = []
+            for model in models:
+                run = step(model)
+                run()
+                torch.cuda.synchronize()
+                begun = virtual_gpu.now()
+                run()
+                torch.cuda.synchronize()
+                taken.append(1e3 * (virtual_gpu.now() - begun))
+            before, after = taken
+            print(f"| {name} | {before:.2f} | {after:.2f} | {after / before:.1f} |", flush=True)
+
+
+def parts(
+    tokens: Tensor, dtype: torch.dtype = torch.float32
+) -> dict[str, Callable[[GPTModel], Step]]:
     """Steps by name: each is made for a model, and returns what it has computed."""
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(*tokens.shape, SHAPE.hidden_size, generator=generator)
+    hidden = hidden_states(tokens, SHAPE if tokens.device.type == "cpu" else WIDE, dtype)
 
     def of(
         module: Callable[[GPTModel], nn.Module], *, attends: bool = False
     ) -> Callable[[GPTModel], Step]:
         def make(model: GPTModel) -> Step:
             part = module(model)
-            context = AttentionContext.build(model.config, tokens, torch.float32)
+            context = AttentionContext.build(model.config, tokens, dtype)
             more = (context,) if attends else ()
             return lambda: backward(part(hidden.requires_grad_(), *more))
 
@@ -98,10 +148,18 @@ def parts(tokens: Tensor) -> dict[str, Callable[[GPTModel], Step]]:
     }
 
 
-def mixed_parts(tokens: Tensor) -> dict[str, Callable[[GPTModel], Step]]:
-    """As `parts`, of a model with Mamba and experts."""
+def hidden_states(tokens: Tensor, config: TransformerConfig, dtype: torch.dtype) -> Tensor:
+    """The input of a block, `[sequences, length, hidden]`."""
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(*tokens.shape, SHAPE.hidden_size, generator=generator)
+    drawn = torch.randn(*tokens.shape, config.hidden_size, generator=generator)
+    return drawn.to(tokens.device, dtype)
+
+
+def mixed_parts(
+    tokens: Tensor, dtype: torch.dtype = torch.float32
+) -> dict[str, Callable[[GPTModel], Step]]:
+    """As `parts`, of a model with Mamba and experts."""
+    hidden = hidden_states(tokens, SHAPE if tokens.device.type == "cpu" else WIDE, dtype)
 
     def of(block: int) -> Callable[[GPTModel], Step]:
         def make(model: GPTModel) -> Step:

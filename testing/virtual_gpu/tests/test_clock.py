@@ -77,16 +77,21 @@ def test_a_kernel_is_charged_what_it_moves(kernel, act, width):
     assert 0.5 < rate / (profile.memory_gbs * 1e9) < 0.95
 
 
-def test_bytes_that_a_program_tells_are_charged():
-    from lamina_virtual_gpu.recording import tell_bytes
+@pytest.mark.parametrize(
+    ("costs", "seconds"),
+    [((1e9, 0.0), 1e9 / (0.87 * 3352e9)), ((1e6, 1e10), 1e10 / (0.66 * 67e12))],
+    ids=["bytes", "operations in fp32"],
+)
+def test_what_a_program_tells_of_a_kernel_is_charged(costs, seconds):
+    from lamina_virtual_gpu.recording import tell_kernel
 
     small = torch.zeros(8, device="cuda")
     virtual_gpu.reset()
-    tell_bytes(1e9)
+    tell_kernel(*costs)
     small.add_(1)
     small.add_(1)
     (total,) = [spent for name, (_, spent) in virtual_gpu.record().kernels.items() if "add" in name]
-    assert total == pytest.approx(1e9 / (0.87 * 3352e9), rel=0.05)
+    assert total == pytest.approx(seconds, rel=0.05)
 
 
 OF_RATES = """

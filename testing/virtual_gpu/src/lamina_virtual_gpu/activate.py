@@ -73,13 +73,17 @@ def around_triton(module: Any) -> Iterator[None]:
 
 @contextmanager
 def around_launches(module: Any) -> Iterator[None]:
-    """Have the clock charge a kernel of Triton the bytes that its `launch_metadata` tells."""
+    """Have the clock charge a kernel of Triton what its `launch_metadata` tells."""
     yield
-    from lamina_virtual_gpu.recording import tell_bytes
+    from lamina_virtual_gpu.recording import tell_kernel
+
+    def tell(metadata: Any) -> None:
+        of_kernel = metadata.get()
+        tell_kernel(of_kernel.get("bytes", 0), of_kernel.get("flops32", 0))
 
     hook = module.runtime.launch_enter_hook
     if hasattr(hook, "add"):  # versions of Triton before 3.5 have one hook for all
-        hook.add(lambda metadata: tell_bytes(metadata.get().get("bytes", 0)))
+        hook.add(tell)
 
 
 @contextmanager

@@ -62,9 +62,14 @@ def record() -> Record:
     return Record(**json.loads(_library().vgpu_record().decode(errors="replace")))
 
 
-def tell_bytes(count: float) -> None:
-    """Say what this thread's next kernel reads and writes; 0 leaves it to the clock."""
-    _library().vgpu_next_moves(ctypes.c_double(count))
+def tell_kernel(moved: float, fp32_operations: float = 0.0) -> None:
+    """Say what this thread's next kernel costs; zeros leave it to the clock.
+
+    Args:
+        moved: bytes that it reads and writes.
+        fp32_operations: additions and multiplications in fp32, outside tensor cores.
+    """
+    _library().vgpu_next_kernel(ctypes.c_double(moved), ctypes.c_double(fp32_operations))
 
 
 def races() -> list[str]:

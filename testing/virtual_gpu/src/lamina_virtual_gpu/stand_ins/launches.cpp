@@ -53,17 +53,20 @@ static bool lacks_arithmetic(const Kernel &kernel) {
   return true;
 }
 
-static thread_local double next_moves = 0;  // bytes of this thread's next kernel, if a program has told them
-EXPORT void vgpu_next_moves(double bytes) { next_moves = bytes; }
+// Seconds of this thread's next kernel, if a program has told its bytes or its operations in fp32 (none of a tensor core).
+static thread_local double next_takes = 0;
+EXPORT void vgpu_next_kernel(double bytes, double fp32_operations) {
+  next_takes = std::max(bytes / settings().memory_rate, fp32_operations / settings().fp32);
+}
 
 static int launch(const void *handle, Dim3 grid, Dim3 block, void **arguments, Stream *stream) {
   LOCKED;
   if (!grid.x || !grid.y || !grid.z || !block.x || (uint64_t)block.x * block.y * block.z > 1024) return set_error(kInvalidConfiguration);
   Kernel *kernel = kernel_of(handle);
   if (lacks_arithmetic(*kernel)) return set_error(kNotSupported);
-  const double seconds = next_moves > 0 ? std::max(settings().shortest_kernel, next_moves / settings().memory_rate)
+  const double seconds = next_takes > 0 ? std::max(settings().shortest_kernel, next_takes)
                                         : seconds_of(kernel->name, Shape{grid, block, arguments});
-  next_moves = 0;
+  next_takes = 0;
   kernel->launches++, kernel->seconds += seconds;
   record().launches++;
   host_spends(settings().launch);

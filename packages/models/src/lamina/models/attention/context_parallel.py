@@ -117,7 +117,7 @@ class Ulysses:
 
     def with_draws(self, draws: PairDraws) -> AttentionPattern:
         """See `DrawnPattern`; each rank draws for the heads that it is sent."""
-        mine = draws.part(self.axis.rank, self.axis.size)
+        mine = draws.of_rank(self.axis.rank, self.axis.size)
         return replace(self, inner=cast(DrawnPattern, self.inner).with_draws(mine))
 
     def __call__(

@@ -8,6 +8,7 @@ it. So its bits depend on its row, its column and the cuts of the inner dimensio
 # ruff: noqa: N803
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import triton
@@ -59,13 +60,27 @@ def add_chains(
             )
 
 
+def _costs(grid: Any, metadata: Any, arguments: Any) -> dict[str, Any]:
+    """What a launch computes and moves, for Triton's profiler and the virtual GPU's clock."""
+    rows, columns, batch = arguments["rows"], arguments["columns"], grid[2]
+    inner = arguments["stop"] - arguments["start"]
+    # A tile reads its rows and columns from the cache, which has them of the tiles beside it.
+    moved = rows * inner + inner * columns + (1 + arguments["ADDS"]) * rows * columns
+    return {
+        "name": metadata.name,
+        "flops32": 2 * batch * rows * columns * inner,
+        "bytes": batch * moved * arguments["total"].element_size(),
+    }
+
+
 # Sizes and strides change with the layout. A kernel that is compiled for some of them (those that
 # 16 divides, or 1) could multiply in another order.
 @triton.jit(
     do_not_specialize=[
         "left_batch", "left_row", "left_inner", "right_batch", "right_inner", "right_column",
         "rows", "columns", "start", "stop",
-    ]
+    ],
+    launch_metadata=_costs,
 )  # fmt: skip
 def chain_kernel(
     left,

@@ -105,7 +105,7 @@ class PairDraws:
         numbers = torch.arange(first, first + heads, device=keys.whole.device)
         return PairDraws(rate, keys.whole, _next(torch.full_like(numbers, seed), numbers))
 
-    def part(self, rank: int, size: int) -> "PairDraws":
+    def of_rank(self, rank: int, size: int) -> "PairDraws":
         """The draws of the heads that one of `size` ranks gets."""
         return PairDraws(self.rate, self.tokens, self.heads.chunk(size)[rank])
 

@@ -289,7 +289,7 @@ def test_ranks_that_make_different_groups_are_told_of_each_other(tmp_path, capfd
     assert "ranks make different calls" in dogs[1].lost
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, reuse=False)  # a job has one watchdog, which another test may have made
 def test_every_world_of_several_ranks_has_one_unless_it_is_switched_off(ranks):
     with init_distributed(soft_limit=None):
         assert running_watchdog() is None

@@ -6,14 +6,24 @@ errors of memory are those of the plan and of another program together. Sources:
 benchmarks/ at b5bcd76, NeMo Automodel docs/performance-summary, Llama 3 (Meta, 2024).
 
     python benchmarks/published_rows.py --half fit
+    .nox/virtual-gpu/bin/python benchmarks/published_rows.py --same-program
+
+`--same-program` runs torch's FSDP2 in torchtitan's recipe on the virtual GPU (torchao has to be
+there for FP8), so that the error is that of the device alone. Two shares of the data sheet's rates
+are chosen on the rows `fit`: that of products in bf16, and that of products in FP8.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from lamina.mesh import ParallelLayout
@@ -79,9 +89,40 @@ def others() -> Iterator[Row]:
     yield Row("Llama 3 405B, 8,192", "judge", "h100-80gb", largest, tflops=430)
 
 
+RATES = {
+    "h100-96gb": {"VGPU_GPU": "h100", "VGPU_MEMORY_GIB": "95.04", "VGPU_MEMORY_GBS": "2088"},
+    "h200": {"VGPU_GPU": "h200"},
+}
+"""The virtual GPU of a row; torchtitan's H100 has slower memory, of which 0.87 is reached."""
+FITTED = {"VGPU_PRODUCTS": "0.455", "VGPU_FP8_PRODUCTS": "0.33"}
+"""So that "8B, 8, eager" and "8B, 8, compiled FP8" take as long as they are published to."""
+
+
+def same_program(row: Row) -> tuple[float, float] | None:
+    """GiB reserved and tokens/s of a row by FSDP2 on the virtual GPU; None has another program."""
+    job, tp = row.job, row.job.layout.tp
+    if row.tflops or job.layout.pp > 1 or job.layout.cp > 1 or job.sequence != 8192:
+        return None
+    size = {32: "8b", 80: "70b"}[job.config.num_layers]
+    words = ["--engine", "fsdp2", "--size", size, "--world", str(job.ranks), "--tp", str(tp)]
+    words += ["--batch", str(job.batch), "--recompute", str(job.recompute)]
+    words += ["--compiled"] if job.compiled else []
+    words += ["--fp8"] if job.precision == "fp8" else []
+    answer = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("virtual_gpu.py")), *words],
+        env={**os.environ, **RATES[row.gpu], **FITTED}, capture_output=True, text=True,
+    )  # fmt: skip
+    made = json.loads(answer.stdout.splitlines()[-1]) if answer.stdout.strip() else {}
+    if "virtual_seconds" not in made:
+        raise RuntimeError(f"{row.name}: {made or answer.stderr[-2000:]}")
+    seconds = made["virtual_seconds"]
+    return made["reserved_gib"], job.batch * job.sequence / seconds / tp
+
+
 def main() -> None:
     """Plan the rows and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--same-program", action="store_true", help="FSDP2 on the virtual GPU")
     parser.add_argument("--half", choices=("fit", "judge"))
     parser.add_argument("--only", default="", help="rows whose names hold this")
     words = parser.parse_args()
@@ -89,6 +130,14 @@ def main() -> None:
           "per GPU: predicted, published, error |\n| --- | --- | --- | --- |")  # fmt: skip
     for row in (*torchtitan(), *others()):
         if words.half not in (None, row.half) or words.only not in row.name:
+            continue
+        if words.same_program:
+            made = same_program(row)
+            if made is not None:
+                gib = f"{made[0]:.1f}, {row.gib or 'not told'}, "
+                gib += f"{made[0] / row.gib - 1:+.1%}" if row.gib else "-"
+                print(f"| {row.name} | {row.half} | {gib} | {made[1]:,.0f}, {row.tokens:,.0f}, "
+                      f"{made[1] / row.tokens - 1:+.1%} |", flush=True)  # fmt: skip
             continue
         begun = time.monotonic()
         planned = plan(row.job, row.gpu)

@@ -255,12 +255,51 @@ class Llama(nn.Module):
         return self.cut.joined(self.head(self.cut.copied(self.norm(x))))
 
 
-def recompute(model: Llama) -> None:
-    """Keep the input of each block alone."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+def recompute(model: Llama, kind: str) -> None:
+    """Keep the input of each block alone ("full"), or as torchtitan does ("selective").
 
+    There results of attention and of every second product are kept beside a block's input.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    product = torch.ops.aten.mm.default
+    attention = {
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default
+        for kernel in ("flash", "efficient", "cudnn")
+    }
+
+    def contexts() -> Any:
+        products = Counter[bool]()
+
+        def choose(of: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+            products[of.is_recompute] += operator is product
+            keeps = operator in attention
+            if operator is product:
+                keeps = products[of.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(choose)
+
+    how = {"context_fn": contexts} if kind == "selective" else {}
     for number, block in enumerate(model.blocks):
-        model.blocks[number] = checkpoint_wrapper(block)
+        model.blocks[number] = checkpoint_wrapper(block, preserve_rng_state=False, **how)
+
+
+def products_in_fp8(model: Llama) -> None:
+    """Have blocks multiply in FP8, with a scale for each tensor, and gather FP8: torchtitan's."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(
+        model.blocks, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    )
+
+
+def scales_of_fp8(model: nn.Module) -> None:
+    """Find the scales of all weights after a step, in one message."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 # ---------------------------------------------------------------------------------- the engines
@@ -534,8 +573,13 @@ def measure(
     group = dist.new_group(list(range(words.tp))) if words.tp > 1 else None
     with torch.device("meta"):
         model = Llama(size, Cut(words.tp, group))
+    if words.fp8:
+        products_in_fp8(model)
     if words.recompute:
-        recompute(model)
+        recompute(model, words.recompute)
+    if words.compiled:
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = torch.compile(block, fullgraph=True)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     place = Place(words.world, words.tp, words.copies)
     engine, optimizer = ENGINES[words.engine](model, place, json.loads(words.settings))
@@ -558,6 +602,8 @@ def measure(
         nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if words.fp8:
+            scales_of_fp8(engine)
 
     for _ in range(2):
         step()
@@ -595,7 +641,9 @@ def words_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--copies", type=int, default=1, help="of the shards: HSDP")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--recompute", nargs="?", const="full", choices=("full", "selective"))
+    parser.add_argument("--fp8", action="store_true", help="products of blocks by torchao")
+    parser.add_argument("--compiled", action="store_true", help="compile each block")
     parser.add_argument("--units", action="store_true", help="exposed seconds of each unit too")
     parser.add_argument("--settings", default="{}", help="further arguments of the engine, as JSON")
     return parser.parse_args(given)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.collectives.engine import Int8Blocks, OrderedReduction, bytes_received
+from lamina.collectives.engine import Int8Blocks, OrderedReduction, bytes_received, use_messages
 from lamina.collectives.reduction import ordered
 from lamina.collectives.transport import peer_windows
 from lamina.collectives.transport.lanes import lane_of
@@ -184,6 +184,8 @@ def test_the_choice_is_made_once_and_logged(told):
     assert isinstance(lane_of(group).windows[CUDA], PeerWindow)
     (line,) = told.log.messages
     assert line == ("collectives (rank 0 of 2 in group 'dp'): its ranks read each other's memory")
+    with pytest.raises(RuntimeError, match="already read each other's memory"):
+        use_messages(group)
 
 
 def test_ranks_that_cannot_read_each_other_exchange_messages_and_say_why(told, monkeypatch):

@@ -76,7 +76,7 @@ const Settings &settings() {
     s->bf16 = gpu->bf16_tflops * 1e12 * setting("VGPU_PRODUCTS", kProducts);
     s->tf32 = gpu->tf32_tflops * 1e12 * products;
     s->fp32 = gpu->fp32_tflops * 1e12 * products;
-    s->fp8 = gpu->fp8_tflops * 1e12 * products;
+    s->fp8 = gpu->fp8_tflops * 1e12 * setting("VGPU_FP8_PRODUCTS", products);
     s->host_scale = setting("VGPU_HOST_SCALE", 0);
     s->host_processor_time = setting("VGPU_HOST_PROCESSOR", 0) != 0;
     s->largest_copy = (size_t)(setting("VGPU_LARGEST_COPY_MIB", 64) * kMiB);

@@ -380,7 +380,8 @@ class Lane:
     def keep_to_messages(self) -> None:
         """Never read a peer's memory; RuntimeError if the ranks have already agreed otherwise."""
         with self._finding:
-            if self.host_peers is not None and any(self.host_peers):
+            windows = any(window is not None for window in self.windows.values())
+            if windows or any(self.host_peers or ()):
                 raise RuntimeError(
                     "this group's ranks already read each other's memory; call use_messages() "
                     "right after the group is made, before its first collective"

@@ -37,11 +37,12 @@ def nothing_left() -> None:
 
 
 def use_messages(group: ProcessGroup | None) -> None:
-    """Make the CPU ranks of `group` exchange messages only.
+    """Make the ranks of `group` exchange messages only.
 
-    Ranks of one host otherwise read each other's memory where the kernel allows it, which is
-    several times as fast. One rank that calls this is enough. For measurements of the network, and
-    for hosts whose policy forbids reading another process.
+    CPU ranks of one host otherwise read each other's memory where the kernel allows it, which is
+    several times as fast, and GPUs of one host read each other's windows. One rank that calls this
+    is enough. For measurements of the network, and for hosts whose policy forbids reading another
+    process.
 
     Raises:
         RuntimeError: the group has already been used otherwise.

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake", for the CPU
+from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 
 GIB = 1 << 30
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -107,23 +108,70 @@ class _Joined(torch.autograd.Function):
         return grad[..., : ctx.width].contiguous(), None
 
 
-class Cut:
-    """How a model is cut over the ranks of tp, as Megatron cuts it; this process is rank 0."""
+def _gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`[batch, tokens, ...]` of all ranks, one behind the other."""
+    parts = all_gather_tensor(x.transpose(0, 1).contiguous(), 0, group)
+    return parts.transpose(0, 1).contiguous()
 
-    def __init__(self, tp: int = 1, group: dist.ProcessGroup | None = None) -> None:
-        self.tp, self.group = tp, group
+
+def _scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over the ranks, of which this one gets its tokens."""
+    part = reduce_scatter_tensor(x.transpose(0, 1).contiguous(), "sum", 0, group)
+    return part.transpose(0, 1).contiguous()
+
+
+class _Gathered(torch.autograd.Function):
+    """The tokens of all ranks of tp; their gradients are added, and each gets its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _scatter(grad, ctx.group), None
+
+
+class _Scattered(torch.autograd.Function):
+    """The inverse of `_Gathered`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _gather(grad, ctx.group), None
+
+
+class Cut:
+    """How a model is cut over the ranks of tp, as Megatron cuts it; this process is rank 0.
+
+    With `tokens` each rank has some of the tokens between products (sequence parallelism), and the
+    loss is that of its own columns of the vocabulary: sizes and kernels are those of a loss over
+    all, but for two numbers of each token.
+    """
+
+    def __init__(
+        self, tp: int = 1, group: dist.ProcessGroup | None = None, *, tokens: bool = False
+    ) -> None:
+        self.tp, self.group, self.tokens = tp, group, tokens
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
         """Give all ranks the input of their columns."""
-        return x if self.tp == 1 else _Copied.apply(x, self.group)
+        way = _Gathered if self.tokens else _Copied
+        return x if self.tp == 1 else way.apply(x, self.group)
 
     def added(self, x: torch.Tensor) -> torch.Tensor:
         """Add what the ranks' rows give."""
-        return x if self.tp == 1 else _Added.apply(x, self.group)
+        way = _Scattered if self.tokens else _Added
+        return x if self.tp == 1 else way.apply(x, self.group)
 
     def joined(self, x: torch.Tensor) -> torch.Tensor:
         """Put the ranks' columns side by side."""
-        return x if self.tp == 1 else _Joined.apply(x, self.group)
+        return x if self.tp == 1 or self.tokens else _Joined.apply(x, self.group)
 
 
 class RMSNorm(nn.Module):
@@ -162,8 +210,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """One forward."""
+        x = self.cut.copied(x)
         batch, tokens, _ = x.shape
-        heads, x = (batch, tokens, -1, self.head), self.cut.copied(x)
+        heads = (batch, tokens, -1, self.head)
         query, key, value = (
             layer(x).view(heads).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
@@ -565,6 +614,11 @@ def of_step(step: Callable[[], None]) -> dict[str, object]:
     }
 
 
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean loss of `[batch, tokens, vocabulary]`, in float32."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels)
+
+
 def measure(
     words: argparse.Namespace, of_step: Callable[[Callable[[], None]], dict[str, object]] = of_step
 ) -> dict[str, object]:
@@ -572,7 +626,7 @@ def measure(
     size = SIZES[words.size]
     group = dist.new_group(list(range(words.tp))) if words.tp > 1 else None
     with torch.device("meta"):
-        model = Llama(size, Cut(words.tp, group))
+        model = Llama(size, Cut(words.tp, group, tokens=words.tokens))
     if words.fp8:
         products_in_fp8(model)
     if words.recompute:
@@ -586,11 +640,15 @@ def measure(
     ids = torch.randint(size.vocabulary, (words.batch, size.tokens + 1), device="cuda")
     loss_hook: list[Callable[[torch.Tensor], None]] = []
     plain = words.engine.endswith("ddp")
+    loss_of = torch.compile(cross_entropy) if words.compiled_loss else cross_entropy
 
     def step() -> None:
         with torch.autocast("cuda", bf16, enabled=plain):
             logits = engine(ids[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].reshape(-1))
+        labels = ids[:, 1:].reshape(-1)
+        if words.tokens:
+            labels = labels % logits.shape[-1]
+        loss = loss_of(logits, labels)
         del logits
         for hook in loss_hook:
             loss.register_hook(hook)
@@ -639,6 +697,7 @@ def words_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--tokens", action="store_true", help="tp cuts tokens too, and the loss")
     parser.add_argument("--copies", type=int, default=1, help="of the shards: HSDP")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--recompute", nargs="?", const="full", choices=("full", "selective"))
@@ -646,6 +705,7 @@ def words_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compiled", action="store_true", help="compile each block")
     parser.add_argument("--units", action="store_true", help="exposed seconds of each unit too")
     parser.add_argument("--settings", default="{}", help="further arguments of the engine, as JSON")
+    parser.add_argument("--compiled-loss", action="store_true")
     return parser.parse_args(given)
 
 

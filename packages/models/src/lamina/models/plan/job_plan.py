@@ -300,6 +300,12 @@ def _along_layers(job: Job, rank: int, numbers: Callable[[Job], Numbers]) -> tup
     return _line(first, second, job.microbatches), True
 
 
+def passes_to_play(job: Job) -> int:
+    """How many microbatches `plan` plays in all, for three depths of each kind of stage."""
+    kinds, passes = min(3, job.layout.pp), _few_passes(job)
+    return kinds * (3 * passes[0] + sum(passes[1:]))
+
+
 def _few_passes(job: Job) -> tuple[int, ...]:
     """Microbatches to play: all, or two numbers that the others follow from."""
     pp, all_passes = job.layout.pp, job.microbatches

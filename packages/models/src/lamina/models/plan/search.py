@@ -7,6 +7,7 @@ replace the bounds.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,11 @@ from lamina.models.decoder.cost import matrix_parameters, training_flops_per_tok
 from lamina.models.plan.clock import message_seconds, product_seconds
 from lamina.models.plan.constants import GIB, Machine
 from lamina.models.plan.job import Job
-from lamina.models.plan.job_plan import Plan, plan
+from lamina.models.plan.job_plan import Plan, passes_to_play, plan
 from lamina.models.plan.recorder import Message, Operation
+
+SECONDS_OF_A_PASS = 1.2
+"""What playing a microbatch takes on a core of 2026, roughly."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def search(
         at: the machine.
         count: how many of the best, and of the next ones, are named.
         confirm: how many of the best are played.
-        budget: seconds after which no further one is played.
+        budget: seconds for playing; a layout that would take longer stays a bound.
     """
     begun = time.monotonic()
     limit = (at.gpu.memory - at.costs.context) / at.costs.reserved
@@ -96,12 +100,17 @@ def search(
     ordered = sorted(bounded, key=lambda c: (round(c.step, 4), c.bytes))
     fitting = [each for each in ordered if each.bytes <= limit]
     leading = fitting[: count + confirm]
+    shares = []
     for place, each in enumerate(leading[:confirm]):
-        if time.monotonic() - begun > budget:
-            break
-        leading[place] = replace(each, played=plan(each.job, at))
-    played = [each for each in leading if each.played is None or each.played.fits]
-    best = sorted(played, key=lambda c: c.step)[:count]
+        if time.monotonic() - begun + SECONDS_OF_A_PASS * passes_to_play(each.job) > budget:
+            continue
+        leading[place] = replace(each, played=(made := plan(each.job, at)))
+        shares.append(made.step_seconds / sum(each.seconds.values()))
+    # A bound is below what a plan of the same layout says. Beside plans it counts as much more as
+    # plans of the others were above theirs.
+    above = statistics.median(shares) if shares else 1.0
+    left = [each for each in leading if each.played is None or each.played.fits]
+    best = sorted(left, key=lambda c: c.step if c.played else c.step * above)[:count]
     losers = [(each, _reason(each, best[0], limit)) for each in fitting[count : count + 3] if best]
     near = sorted((c for c in bounded if c.bytes > limit), key=lambda c: c.step)[:3]
     losers += [(each, _reason(each, best[0] if best else each, limit)) for each in near]

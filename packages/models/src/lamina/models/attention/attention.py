@@ -41,7 +41,7 @@ class AttentionCore(nn.Module):
         self.scale = config.score_scale
         self.rate = config.attention_dropout
         self.window = config.sliding_window
-        self.axis = axis
+        self.axis, self.sharded = axis, axis is not None
         self.init_seed: int | None = None
 
     def forward(
@@ -73,7 +73,7 @@ class AttentionCore(nn.Module):
             return cast(DrawnPattern, pattern).with_draws(draws)(
                 query, key, value, scale=self.scale, dropout=rate
             )
-        with dropout_stream(rate, self.axis is not None):
+        with dropout_stream(rate, self.sharded):
             return pattern(query, key, value, scale=self.scale, dropout=rate)
 
 

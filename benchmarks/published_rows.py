@@ -10,7 +10,7 @@ benchmarks/ at b5bcd76, NeMo Automodel docs/performance-summary, Llama 3 (Meta, 
 
 `--same-program` runs torch's FSDP2 in torchtitan's recipe on the virtual GPU (torchao has to be
 there for FP8), so that the error is that of the device alone. Two shares of the data sheet's rates
-are chosen on the rows `fit`: that of products in bf16, and that of products in FP8.
+are chosen, each on one row: that of products in bf16, and that of products in FP8 (`FITTED`).
 """
 
 from __future__ import annotations

@@ -120,30 +120,17 @@ def _scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return part.transpose(0, 1).contiguous()
 
 
-class _Gathered(torch.autograd.Function):
-    """The tokens of all ranks of tp; their gradients are added, and each gets its own."""
+class _Moved(torch.autograd.Function):
+    """Tokens of all ranks of tp (`_gather`), or of this one (`_scatter`); backward is the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _gather(x, group)
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, gathers: bool) -> torch.Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return _gather(x, group) if gathers else _scatter(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _scatter(grad, ctx.group), None
-
-
-class _Scattered(torch.autograd.Function):
-    """The inverse of `_Gathered`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gather(grad, ctx.group), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return (_scatter if ctx.gathers else _gather)(grad, ctx.group), None, None
 
 
 class Cut:
@@ -161,13 +148,15 @@ class Cut:
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
         """Give all ranks the input of their columns."""
-        way = _Gathered if self.tokens else _Copied
-        return x if self.tp == 1 else way.apply(x, self.group)
+        if self.tokens and self.tp > 1:
+            return _Moved.apply(x, self.group, True)
+        return x if self.tp == 1 else _Copied.apply(x, self.group)
 
     def added(self, x: torch.Tensor) -> torch.Tensor:
         """Add what the ranks' rows give."""
-        way = _Scattered if self.tokens else _Added
-        return x if self.tp == 1 else way.apply(x, self.group)
+        if self.tokens and self.tp > 1:
+            return _Moved.apply(x, self.group, False)
+        return x if self.tp == 1 else _Added.apply(x, self.group)
 
     def joined(self, x: torch.Tensor) -> torch.Tensor:
         """Put the ranks' columns side by side."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections import namedtuple
@@ -13,7 +14,7 @@ import torch
 
 from lamina.mesh import ParallelLayout
 from lamina.models import TransformerConfig
-from lamina.models.plan import Call, Job, StepRecorder, machine, plan, standstill
+from lamina.models.plan import Call, Job, StepRecorder, machine, plan, search, standstill
 from lamina.models.plan.clock import message_seconds, replay
 from lamina.models.plan.command import _parser, layout_of, main
 from lamina.models.plan.constants import Costs
@@ -260,6 +261,28 @@ def test_each_command_of_the_page_runs_for_a_small_model(run_command, tmp_path, 
 @pytest.mark.parametrize("words", HERE)
 def test_each_command_of_the_page_runs_as_it_is(run_command, words):
     run_command(words)
+
+
+def test_plans_and_bounds_are_put_in_one_order_and_what_takes_too_long_is_not_played(monkeypatch):
+    """All plans take ten times their bounds, so the order is that of the bounds."""
+    module = importlib.import_module("lamina.models.plan.search")
+    job = Job(config=replace(CONFIG, num_layers=4), ranks=8, batch=8, sequence=64)
+    at = machine("h200")
+    bounds = search(job, at, count=1000, budget=0.0).best
+    assert not any(each.played for each in bounds)
+    steps = {str(each.job): each.step for each in bounds}
+
+    def play_slowly(job, at):
+        fake = namedtuple("fake", "fits step_seconds allocated")
+        return fake(True, 10 * steps[str(job)], 0)
+
+    monkeypatch.setattr(module, "plan", play_slowly)
+    best = search(job, at, budget=1e9).best
+    assert len(best) == 10
+    assert any(each.played for each in best)
+    assert any(each.played is None for each in best)
+    order = [steps[str(each.job)] for each in best]
+    assert order == sorted(order)
 
 
 def test_the_command_says_why_a_run_cannot_be(capsys):

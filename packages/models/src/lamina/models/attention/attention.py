@@ -41,8 +41,13 @@ class AttentionCore(nn.Module):
         self.scale = config.score_scale
         self.rate = config.attention_dropout
         self.window = config.sliding_window
-        self.axis, self.sharded = axis, axis is not None
+        self.axis = axis
         self.init_seed: int | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each tensor-parallel rank has other heads."""
+        return self.axis is not None
 
     def forward(
         self,

@@ -201,7 +201,7 @@ class _Attend(torch.autograd.Function):
                 place = here[0], _moved(own, here[1].start)
                 total = sums[..., -1:]
                 kept = plan.kept(document, rows, columns)
-                if kept is not None:  # probabilities are dropped after they were divided
+                if kept is not None:  # the total is that of all keys, dropped ones too
                     sums = product(weights * kept, with_ones[:, columns])
                 mixed[place] = _tokens_first(sums[..., :-1] / total, heads).to(mixed.dtype)
                 largest[place] = _tokens_first(top, heads)

@@ -40,6 +40,19 @@ def test_a_training_step_launches_and_reads_its_loss_with_one_wait(optimizer):
     assert virtual_gpu.record().launches > 10
 
 
+def test_a_program_may_end_right_after_its_backward(program):
+    """Without a switch, autograd's thread first asks for the lock when the interpreter ends."""
+    assert program("""
+        import sys
+        import torch
+
+        x = torch.zeros(8, device="cuda", requires_grad=True)
+        sys.setswitchinterval(100)
+        x.sum().backward()
+        print("true")
+    """)
+
+
 def test_flash_attention_is_chosen_and_its_operations_are_counted():
     shape = (2, 16, 512, 128)
     query = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)

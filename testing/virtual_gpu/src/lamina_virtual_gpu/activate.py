@@ -33,6 +33,9 @@ def around_torch(module: Any) -> Iterator[None]:
         from lamina_virtual_gpu.values import watch_reads
 
         watch_reads()
+    from lamina_virtual_gpu.leaving import wait_at_exit
+
+    wait_at_exit()
     module._C._set_cudnn_enabled(False)
     module._C._set_sdp_use_cudnn(False)
     if not computes():

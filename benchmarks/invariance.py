@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lamina.models import GPTModel, MambaConfig, MoEConfig, TransformerConfig
 from lamina.models.attention import AttentionContext
+from lamina.models.moe.dispatcher import ExpertRows
 
 SHAPE = TransformerConfig(
     vocab_size=8192,
@@ -95,9 +96,11 @@ def on_the_clock(dtype: torch.dtype, sequences: int) -> None:
     mixed = replace(
         MIXED, hidden_size=WIDE.hidden_size, max_sequence_length=WIDE.max_sequence_length
     )
-    of_mamba = mixed_parts(tokens, dtype)
-    del of_mamba["experts (2 of 8)"]  # whose loads the host reads, and nothing has values here
-    for shape_of, steps in ((WIDE, parts(tokens, dtype)), (mixed, of_mamba)):
+    of_mixed = mixed_parts(tokens, dtype)
+    # The host reads loads, and nothing has values here.
+    del of_mixed["experts (2 of 8)"]
+    of_mixed["experts (2 of 8), even loads"] = lambda model: even_experts(model, tokens, dtype)
+    for shape_of, steps in ((WIDE, parts(tokens, dtype)), (mixed, of_mixed)):
         models = []
         for invariant in (False, True):
             with torch.device("cuda"):
@@ -169,6 +172,19 @@ def mixed_parts(
         return make
 
     return {"Mamba": of(0), "experts (2 of 8)": of(1)}
+
+
+def even_experts(model: GPTModel, tokens: Tensor, dtype: torch.dtype) -> Step:
+    """Experts without router and transport, each with as many rows, of which the host knows."""
+    layer, moe = model.blocks[1].mixer, model.config.moe
+    copies = tokens.numel() * moe.top_k
+    # The n-th copy of all goes to expert n modulo experts.
+    numbers = torch.arange(copies).view(-1, moe.num_experts).t().flatten() // moe.top_k
+    counts = torch.full((moe.num_experts,), copies // moe.num_experts, device=tokens.device)
+    rows = torch.zeros(copies, model.config.hidden_size, dtype=dtype, device=tokens.device)
+    sizes = (copies // moe.num_experts,) * moe.num_experts
+    arrived = ExpertRows(rows.requires_grad_(), counts, sizes, numbers)
+    return lambda: backward(layer.experts(arrived))
 
 
 def backward(result: Tensor) -> Tensor:

@@ -73,7 +73,14 @@ KINDS = {
     "sigmoid experts": replace(
         SHAPE,
         moe=replace(
-            LOSSES, scores="sigmoid", num_groups=4, groups_kept=2, shared_ffn_size=16, z_loss=0.01
+            LOSSES,
+            scores="sigmoid",
+            num_groups=4,
+            groups_kept=2,
+            shared_ffn_size=16,
+            z_loss=0.01,
+            global_loss=0.1,
+            global_loads="last_step",
         ),
     ),
     "mamba": replace(SHAPE, layer_pattern="MM", mamba=MAMBA),

@@ -194,7 +194,7 @@ def test_a_layer_has_the_bits_of_one_process_on_every_layout(layout, kind, rows,
         ({"dispatcher": "all_gather"}, "dispatcher='all_gather'"),
         ({"capacity_factor": 1.5, "pad_to_capacity": True}, "pad_to_capacity=True"),
         ({"switch_loss": 0.1}, "switch_loss=0.1"),
-        ({"global_loss": 0.1}, "global_loss=0.1"),
+        ({"global_loss": 0.1}, r"global_loss=0.1 .* add global_loads='last_step'"),
     ],
 )
 def test_what_depends_on_the_layout_is_refused_by_name(setting, message):

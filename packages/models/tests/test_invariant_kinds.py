@@ -21,6 +21,7 @@ STEPS = 2
 FEW = (
     ("experts", Layout(dp=2, ep=2, strategy=1, microbatches=2), torch.float32),
     ("sigmoid experts", Layout(tp=2, sp=True, ep=2), torch.bfloat16),
+    ("sigmoid experts", Layout(dp=2, microbatches=2), torch.bfloat16),
     ("hybrid", Layout(tp=2, expert_tp=2), torch.float32),
     ("mamba", Layout(tp=2, sp=True), torch.bfloat16),
 )

@@ -77,6 +77,46 @@ def test_the_users_loss_stays_plain_and_gradients_follow_its_scale():
     torch.testing.assert_close(2 * gradients["half"], gradients["balanced"])
 
 
+def test_loads_of_the_last_step_balance_the_next_one_however_its_batch_is_cut():
+    """The oracle is autograd through `E * sum(f * P)`, with f counted here."""
+    x = torch.randn(4, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    moe = replace(MOE, global_loss=0.5, global_loads="last_step")
+
+    def stepped(layer, pieces):
+        layer.zero_grad()
+        for piece in x.chunk(pieces):
+            context = RoutingContext()
+            loss = layer(piece, context).sin().mean()
+            context.scale.follow(loss, 1.0)
+            (loss / pieces).backward()
+        return layer.router.weight.grad.clone()
+
+    def built(moe):
+        torch.manual_seed(1)
+        return MoELayer(replace(CONFIG, moe=moe)).double()
+
+    plain, layer = built(MOE), built(moe)
+    assert torch.equal(stepped(plain, 1), stepped(layer, 1))  # no step has ended
+    assert layer.router.needs_finalize
+    layer.router.finalize_step(None)
+
+    weight = plain.router.weight.detach().clone().requires_grad_()
+    scores = (x.flatten(0, 1) @ weight.t()).softmax(-1)
+    counts = torch.zeros(4, dtype=torch.float64)
+    for row in scores.tolist():
+        for expert in sorted(range(4), key=row.__getitem__)[-2:]:
+            counts[expert] += 1
+    assert layer.router.last_loads.tolist() == counts.tolist()
+    (0.5 * 4 * (counts / counts.sum() * scores.mean(0)).sum()).backward()
+    for pieces in (1, 2, 4):
+        found = stepped(layer, pieces) - stepped(plain, pieces)
+        torch.testing.assert_close(found, weight.grad, rtol=1e-9, atol=1e-12)
+
+    again = built(moe)
+    again.load_state_dict(layer.state_dict())  # a checkpoint has the loads
+    assert torch.equal(stepped(again, 2), stepped(layer, 2))
+
+
 def test_a_layer_in_the_users_own_model_follows_the_users_loss():
     x = torch.randn(2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(1)

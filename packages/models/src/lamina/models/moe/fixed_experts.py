@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -43,20 +44,24 @@ class CopyOrder:
         gradient of some rows, and zeros in the others.
         """
         tokens, copies = self.tokens, self._copies()
-        sizes = torch.tensor(self.sizes, device=tokens.device)
-        experts = torch.arange(len(self.sizes), device=tokens.device).repeat_interleave(sizes)
         out = grad.shape[1]
         own = slice(0, out)
-        if copies is not None:
+        if copies is None:
+            # Rows come by expert, and the host knows how many each has: it need not wait.
+            ends = [0, *accumulate(self.sizes)]
+            of_experts: list[slice | Tensor] = [slice(*both) for both in pairwise(ends)]
+        else:
             number, of = copies
             own = slice(out * number // of, out * (number + 1) // of)
+            sizes = torch.tensor(self.sizes, device=tokens.device)
+            experts = torch.arange(len(sizes), device=tokens.device).repeat_interleave(sizes)
             rows = torch.cat((grad.float(), x.float()), dim=1)
             rows, experts, tokens = self._gather(rows, experts, tokens)
             grad, x = rows[:, :out], rows[:, out:]
+            of_experts = [experts.eq(expert).nonzero().squeeze(1) for expert in range(len(sizes))]
         total = grad.new_zeros(len(self.sizes), out, x.shape[1], dtype=torch.float32)
-        for expert in range(len(self.sizes)):
-            mine = experts == expert
-            if mine.any():
+        for expert, mine in enumerate(of_experts):
+            if len(tokens[mine]):
                 part = rows_weight_product(grad[mine][:, own], x[mine], tokens[mine])
                 total[expert, own] = part
         return total

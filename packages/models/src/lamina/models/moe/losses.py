@@ -160,8 +160,8 @@ def auxiliary_losses(
 ) -> dict[str, Tensor]:
     """Compute this rank's part of each loss with a coefficient, times the coefficient.
 
-    `loads` are those of `load_by_sequence`, and `everywhere`, int64 `[num_experts]`, those over all
-    ranks, for `global_loss`. Sums of the results over the ranks of a microbatch, averaged over
+    `loads` are those of `load_by_sequence`, and `everywhere`, int64 `[num_experts]`, those for
+    `global_loss`. Sums of the results over the ranks of a microbatch, averaged over
     microbatches and data-parallel ranks, are the losses.
     """
     wide = scored.probabilities.dtype
@@ -175,23 +175,30 @@ def auxiliary_losses(
     if moe.global_loss and everywhere is not None:
         losses["global"] = moe.global_loss * _balance(everywhere, probabilities, tokens)
     if moe.sequence_loss and scored.sequence is not None:
-        losses["sequence"] = moe.sequence_loss * _by_sequence(scored, probabilities, loads).mean()
+        balance = _by_sequence(scored, probabilities, loads, loads)
+        losses["sequence"] = moe.sequence_loss * balance.mean()
     if moe.z_loss:
         losses["z"] = moe.z_loss * _squares(scored).sum() / tokens
     return losses
 
 
-def losses_by_sequence(scored: Scored, moe: MoEConfig, loads: Tensor) -> dict[str, Tensor]:
+def losses_by_sequence(
+    scored: Scored, moe: MoEConfig, loads: Tensor, everywhere: Tensor
+) -> dict[str, Tensor]:
     """As `auxiliary_losses`, for each sequence of the microbatch: `[sequences]`.
 
-    A token's gradient depends on its sequence alone (`invariant=True`).
+    A token's gradient depends on its sequence and `everywhere` alone (`invariant=True`).
     """
     losses = {}
     probabilities = scored.probabilities
     if scored.counted is not None:
         probabilities = probabilities * scored.counted.unsqueeze(-1)
+    if moe.global_loss:
+        balance = _by_sequence(scored, probabilities, loads, everywhere.unsqueeze(0), fixed=True)
+        losses["global"] = moe.global_loss * balance
     if moe.sequence_loss:
-        losses["sequence"] = moe.sequence_loss * _by_sequence(scored, probabilities, loads, True)
+        balance = _by_sequence(scored, probabilities, loads, loads, fixed=True)
+        losses["sequence"] = moe.sequence_loss * balance
     if moe.z_loss:
         squares = _squares(scored, log_sum_exp).unsqueeze(-1)
         sums = sums_by_sequence(squares, cast(Tensor, scored.sequence), scored.sequences)
@@ -214,16 +221,19 @@ def _balance(loads: Tensor, probabilities: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _by_sequence(
-    scored: Scored, probabilities: Tensor, loads: Tensor, fixed: bool = False
+    scored: Scored, probabilities: Tensor, loads: Tensor, shared: Tensor, fixed: bool = False
 ) -> Tensor:
+    """As `_balance`, for each sequence; `shared` are the loads that f is made of.
+
+    `loads` and `shared` are int64 `[sequences, num_experts]`; `shared` may be `[1, num_experts]`.
+    """
     shape, sequence = (scored.sequences, probabilities.shape[1]), cast(Tensor, scored.sequence)
     if fixed:
         sums = sums_by_sequence(probabilities, sequence, shape[0])
     else:
         sums = probabilities.new_zeros(shape).index_add(0, sequence, probabilities)
-    copies = loads.sum(-1, keepdim=True).clamp(min=1).to(sums.dtype)
-    share = loads.to(sums.dtype) / copies
-    tokens = copies.squeeze(-1) / scored.experts.shape[1]
+    share = shared.to(sums.dtype) / shared.sum(-1, keepdim=True).clamp(min=1).to(sums.dtype)
+    tokens = loads.sum(-1).clamp(min=1).to(sums.dtype) / scored.experts.shape[1]
     products = share * sums
     total = row_sum(products).squeeze(-1) if fixed else products.sum(-1)
     return shape[1] * (total / tokens)

@@ -65,7 +65,9 @@ class TopKRouter(FixedSums, nn.Module):
 
     `weight` is `[num_experts, hidden]`, whole on every rank. With `moe.bias_rate` there is a
     buffer `expert_bias`, float32 `[num_experts]` for every dtype of the model, which
-    `finalize_step` updates. `lamina.ddp.finalize_grads` calls that once per step.
+    `finalize_step` updates. With `global_loads="last_step"` there is a buffer `last_loads`, int64
+    `[num_experts]`: all ranks' copies in the last step. `lamina.ddp.finalize_grads` calls
+    `finalize_step` once per step.
 
     Args:
         hidden_size: width of a token.
@@ -79,6 +81,7 @@ class TopKRouter(FixedSums, nn.Module):
     """
 
     expert_bias: Tensor | None
+    last_loads: Tensor | None
     casts_itself = True  # wrappers that cast inputs and buffers read this
     full_precision_buffers = ("expert_bias",)
 
@@ -99,6 +102,8 @@ class TopKRouter(FixedSums, nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
         bias = None if moe.bias_rate is None else torch.zeros(moe.num_experts)
         self.register_buffer("expert_bias", bias)
+        last = torch.zeros(moe.num_experts, dtype=torch.int64)
+        self.register_buffer("last_loads", last if moe.global_loads == "last_step" else None)
         self.totals = RoutingTotals()
         self.finished: RoutingTotals | None = None
         self.loads_of_step: Tensor | None = None
@@ -107,11 +112,13 @@ class TopKRouter(FixedSums, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from N(0, init_std^2), zero the bias, mark the weight's role."""
+        """Draw the weight from N(0, init_std^2), zero bias and loads, mark the weight's role."""
         mark(self.weight, tp_grad=None if self.axes.tokens_tp is None else "sum")
         fill(self.weight, normal(self.init_std), self.init_seed)
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
+        if self.last_loads is not None:
+            nn.init.zeros_(self.last_loads)
 
     # Not compiled: torch.compile would treat the scale of auxiliary losses, which is only known in
     # backward, as a constant, and would compile again for every number of forwards.
@@ -188,7 +195,7 @@ class TopKRouter(FixedSums, nn.Module):
         return logits, logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
 
     def finalize_step(self, mesh: ParallelMesh | DeviceMesh | None) -> None:
-        """End a step: update the bias by the load of all ranks, and start new statistics.
+        """End a step: update bias and last loads by those of all ranks, start new statistics.
 
         This is collective over the ranks that hold different tokens. One process without a wrapper
         calls it with None. The bias of a frozen router, whose weight takes no gradient, stays.
@@ -204,18 +211,22 @@ class TopKRouter(FixedSums, nn.Module):
         self.loads_of_step = None
         if totals.forwards:
             self.finished = totals
-        if self.expert_bias is None or not self._moves_bias:
+        if not self._moves_bias and self.last_loads is None:
             return
         if totals.chosen is None:  # this rank had no forward, and another one may have had one
-            loads = torch.zeros_like(self.expert_bias, dtype=torch.int64)
+            size = self.moe.num_experts
+            loads = torch.zeros(size, dtype=torch.int64, device=self.weight.device)
         else:
             loads = totals.chosen.clone()  # the statistics sum the original over ranks
+        # In integers, so that the result is the same on every rank and for every layout.
         for axis in axes.token_axes:
             all_reduce_small([loads], axis.sibling("reduce"))
-        # In integers, so that the result is the same on every rank and for every layout.
-        missing = (loads.sum() - loads * self.moe.num_experts).sign()
         with torch.no_grad():
-            self.expert_bias.add_(missing, alpha=self.moe.bias_rate)
+            if self.last_loads is not None:
+                self.last_loads.copy_(loads)
+            if self._moves_bias and self.expert_bias is not None:
+                missing = (loads.sum() - loads * self.moe.num_experts).sign()
+                self.expert_bias.add_(missing, alpha=self.moe.bias_rate)
 
     @property
     def needs_finalize(self) -> bool:
@@ -284,11 +295,13 @@ class TopKRouter(FixedSums, nn.Module):
             if not running_again:
                 scale.keep_loads(id(self), again)
         if self.layout_invariant:
-            return losses_by_sequence(scored, self.moe, again[:-1])
+            return losses_by_sequence(scored, self.moe, again[:-1], again[-1])
         return auxiliary_losses(scored, self.moe, again[:-1], again[-1])
 
     def _everywhere(self, loads: Tensor) -> Tensor:
-        """Sum loads over data-parallel ranks and the step's microbatches, for `global_loss`."""
+        """The loads for `global_loss`: of all ranks and the step so far, or of the last step."""
+        if self.last_loads is not None:
+            return self.last_loads.clone()
         total = loads.sum(0)
         if not self.moe.global_loss:
             return total
@@ -301,7 +314,8 @@ class TopKRouter(FixedSums, nn.Module):
 
     def _check_global(self, axes: ExpertAxes) -> None:
         for axis, own in ((axes.dp, self.axes.dp), (axes.cp, self.axes.cp)):
-            if self.moe.global_loss and axis is not None and own is None:
+            counts = self.moe.global_loss and self.last_loads is None
+            if counts and axis is not None and own is None:
                 raise ValueError(
                     f"global_loss is {self.moe.global_loss} and takes the load of all ranks, and "
                     f"the {axis.size} ranks of {axis.name} each counted their own: build "

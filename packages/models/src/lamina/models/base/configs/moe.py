@@ -12,6 +12,7 @@ from lamina.models.base.configs.field_checks import (
 
 Scores = Literal["softmax", "sigmoid"]
 Drop = Literal["weight", "position"]
+GlobalLoads = Literal["so_far", "last_step"]
 Dispatcher = Literal["all_to_all", "all_gather"]
 ExpertsPath = Literal["auto", "grouped", "loop"]
 
@@ -60,8 +61,10 @@ class MoEConfig:
         switch_loss: coefficient of the load-balancing loss over the tokens of a data-parallel
             rank's microbatch (Fedus et al., 2021); 1 when balanced, times the coefficient.
         sequence_loss: the same over each sequence, averaged (DeepSeek-V3, 2024).
-        global_loss: the same with the load of all ranks and of the step's microbatches so far
-            (Qiu et al., 2025).
+        global_loss: the same with the load of all ranks (Qiu et al., 2025).
+        global_loads: of which microbatches the load of `global_loss` is: those of the step
+            `so_far`, or all of the `last_step`, so that the loss does not depend on how a batch is
+            cut and forwards exchange nothing. In the first step it then has no gradient.
         z_loss: coefficient of the mean square of the log of the sum of exponentials of the router's
             logits (Zoph et al., 2022).
         dispatcher: `all_to_all` sends each copy to its expert. `all_gather` sends all tokens to
@@ -100,6 +103,7 @@ class MoEConfig:
     switch_loss: float = 0.0
     sequence_loss: float = 0.0
     global_loss: float = 0.0
+    global_loads: GlobalLoads = "so_far"
     z_loss: float = 0.0
     dispatcher: Dispatcher = "all_to_all"
     experts: ExpertsPath = "auto"
@@ -119,11 +123,11 @@ class MoEConfig:
                 self.dispatcher == "all_gather"
             ),
             "pad_to_capacity=True (pads to a capacity of a rank)": self.pad_to_capacity,
-            f"switch_loss={self.switch_loss} (it {microbatch}; sequence_loss is not)": (
+            f"switch_loss={self.switch_loss} (it {microbatch}; take sequence_loss)": (
                 self.switch_loss > 0.0
             ),
-            f"global_loss={self.global_loss} (it {microbatch}; sequence_loss is not)": (
-                self.global_loss > 0.0
+            f"global_loss={self.global_loss} (it {microbatch}; add global_loads='last_step')": (
+                self.global_loss > 0.0 and self.global_loads == "so_far"
             ),
         }
 
@@ -146,7 +150,8 @@ class MoEConfig:
             raise ValueError(f"jitter is {self.jitter}: it must be in [0, 1)")
         require_at_least(0, self, "switch_loss", "sequence_loss", "global_loss", "z_loss")
         require_at_least(0, self, "bias_rate", optional=True)
-
+        if not self.global_loss:
+            refuse_unread(self, ["global_loads"], "global_loss=0 reads no loads")
         if self.shared_ffn_size is None:
             refuse_unread(self, ["shared_gate"], "shared_ffn_size=None has no shared expert")
 

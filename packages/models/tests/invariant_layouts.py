@@ -189,12 +189,7 @@ def by_ranks(model: str, dtype: torch.dtype) -> dict[int, list[Layout]]:
 
 def hashes_of(model: str, layouts: list[Layout], dtype: torch.dtype, steps: int) -> list[str]:
     """The hash of each layout, all of them on one process group."""
-    return [hash_of(model, layout, dtype, steps) for layout in layouts]
-
-
-def hash_of(model: str, layout: Layout, dtype: torch.dtype, steps: int) -> str:
-    """The hash of a layout."""
-    return sha256(train(model, layout, dtype, steps))
+    return [sha256(train(model, layout, dtype, steps)) for layout in layouts]
 
 
 def hashes_alone(cases: list[tuple[str, torch.dtype]], steps: int) -> list[str]:

@@ -157,6 +157,20 @@ LAYOUTS = (
 )  # fmt: skip
 
 
+WITHOUT_CP = (
+    Layout(tp=2, sp=True, microbatches=4), Layout(tp=2, sp=True, strategy=1),
+    Layout(dp=2, strategy=2, microbatches=4),
+    # 4 ranks
+    Layout(dp=2, pp=2, schedule="gpipe", microbatches=2),
+    Layout(tp=2, sp=True, replicate=2, strategy=0),
+    Layout(tp=2, sp=True, dp=2, strategy=2, microbatches=2), Layout(dp=2, replicate=2, strategy=1),
+    # 8 ranks
+    Layout(dp=8, strategy=2), Layout(tp=2, sp=True, dp=4, strategy=1),
+    Layout(tp=2, sp=True, replicate=2, pp=2, strategy=0, microbatches=2),
+)  # fmt: skip
+"""In place of those with cp, which Mamba does not know."""
+
+
 EXPERT_LAYOUTS = (
     *(each for each in LAYOUTS if each.tp == 1 or each.sp),
     Layout(dp=2, ep=2, strategy=1, microbatches=2),
@@ -172,7 +186,9 @@ def layouts_of(model: str) -> tuple[Layout, ...]:
     """The layouts that a model knows."""
     config = {**MODELS, **KINDS, **RANDOM}[model]
     chosen = EXPERT_LAYOUTS if config.moe else LAYOUTS
-    return tuple(each for each in chosen if config.mamba is None or each.cp == 1)
+    if config.mamba is None:
+        return chosen
+    return tuple(each for each in (*chosen, *WITHOUT_CP) if each.cp == 1)
 
 
 def by_ranks(model: str, dtype: torch.dtype) -> dict[int, list[Layout]]:

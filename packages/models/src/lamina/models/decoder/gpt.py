@@ -188,6 +188,7 @@ class GPTModel(KeepsRoles):
             positions = default_positions(tokens, document_ids, start)
         positions = same_for_all(positions)
         cut = cut_sequence(tokens, self.cp), cut_sequence(positions, self.cp, dim=-1)
+        self.begin_forward(tokens)
         token_keys = self.token_keys(tokens)
         x = self.embed(*cut, None if splice is None else splice.cut(self.cp), token_keys)
         # Each rank of cp has a part of an auxiliary loss, and an equal share in a loss that the
@@ -222,6 +223,14 @@ class GPTModel(KeepsRoles):
             return None
         return self.forward_numbers.token_keys(tokens, self.token_cut, forward)
 
+    def begin_forward(self, tokens: Tensor) -> None:
+        """Say how many sequences `[batch, sequence]` has, before any layer runs.
+
+        Under sequence parallelism layers see runs of tokens, and cannot tell.
+        """
+        if self.token_cut is not None:
+            self.token_cut.rows = tokens.shape[0]
+
     def context(
         self,
         tokens: Tensor,
@@ -234,8 +243,6 @@ class GPTModel(KeepsRoles):
         token_keys: TokenKeys | None = None,
     ) -> AttentionContext:
         """Make what the blocks of a forward share; `auxiliary` weighs auxiliary losses."""
-        if self.token_cut is not None:
-            self.token_cut.rows = tokens.shape[0]
         context = AttentionContext.build(
             self.config,
             tokens,

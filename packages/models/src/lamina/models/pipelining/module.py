@@ -137,6 +137,7 @@ class GPTStage(GPTModel):
         positions = batch.positions
         if positions is None:
             positions = default_positions(batch.tokens, batch.document_ids)
+        self.begin_forward(batch.tokens)
         token_keys = self.token_keys(batch.tokens, batch.number)
         if self.first:
             self.check_inputs(batch.tokens, batch.labels, batch.document_ids)

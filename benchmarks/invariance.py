@@ -175,7 +175,7 @@ def mixed_parts(
 
 
 def even_experts(model: GPTModel, tokens: Tensor, dtype: torch.dtype) -> Step:
-    """Experts without router and transport, each with as many rows, of which the host knows."""
+    """Experts without router and transport, with equal loads that the host knows."""
     layer, moe = model.blocks[1].mixer, model.config.moe
     copies = tokens.numel() * moe.top_k
     # The n-th copy of all goes to expert n modulo experts.

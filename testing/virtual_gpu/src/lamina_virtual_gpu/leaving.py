@@ -17,8 +17,8 @@ def wait_at_exit() -> None:
     # it after the backward's caller goes on. For that it needs the interpreter's lock, which the
     # caller may not give back before it ends: a switch takes 5 ms, and a device that computes
     # nothing is never waited for. A thread that asks a finished interpreter for its lock is
-    # unwound, and C++ aborts the process ("terminate called without an active exception"). That is
-    # so on a real GPU too, where the last copy to the host takes longer.
+    # unwound, and C++ aborts the process ("terminate called without an active exception"). Nothing
+    # in that is this device's own, but a program on a GPU mostly waits for it before it ends.
     atexit.register(_wait_for_rest)
 
 

@@ -313,9 +313,10 @@ class TopKRouter(FixedSums, nn.Module):
         return total
 
     def _check_global(self, axes: ExpertAxes) -> None:
+        if not self.moe.global_loss or self.last_loads is not None:
+            return  # loads of a whole step are added here, over the axes that were given
         for axis, own in ((axes.dp, self.axes.dp), (axes.cp, self.axes.cp)):
-            counts = self.moe.global_loss and self.last_loads is None
-            if counts and axis is not None and own is None:
+            if axis is not None and own is None:
                 raise ValueError(
                     f"global_loss is {self.moe.global_loss} and takes the load of all ranks, and "
                     f"the {axis.size} ranks of {axis.name} each counted their own: build "

@@ -87,7 +87,7 @@ class LoopMoE(nn.Module):
 
     def forward(self, x, *_):
         moe, flat = self.moe, x.flatten(0, -2)
-        logits = flat @ self.router.t()
+        logits = flat @ self.router.t() + getattr(self, "router_bias", 0.0)
         scores = logits.softmax(-1) if moe.scores == "softmax" else logits.sigmoid()
         chosen = self.chosen = self.choose(scores.detach())
         weights = torch.stack([scores[t][chosen[t]] for t in range(len(chosen))])
@@ -108,7 +108,8 @@ class LoopMoE(nn.Module):
             if pairs:
                 index = torch.tensor([t for t, _ in pairs])
                 weight = torch.stack([weights[t, j] for t, j in pairs])
-                result = self.mlp(flat[index], self.up[expert], self.down[expert])
+                biases = [x[expert] for x in (self.up_bias, self.down_bias)] if moe.bias else []
+                result = self.mlp(flat[index], self.up[expert], self.down[expert], *biases)
                 out = out.index_add(0, index, result * weight[:, None])
         if hasattr(self, "shared_up"):
             beside = self.mlp(flat, self.shared_up, self.shared_down)
@@ -121,14 +122,15 @@ class LoopMoE(nn.Module):
                 self.load[expert] += 1
         return out.view(x.shape)
 
-    def mlp(self, x, up, down):
-        inner = x @ up.t()
-        if self.activation == "swiglu":
-            gate, inner = inner.chunk(2, dim=-1)
-            inner = gate * torch.sigmoid(gate) * inner
-        else:
-            inner = nn.functional.gelu(inner)
-        return inner @ down.t()
+    def mlp(self, x, up, down, up_bias=0.0, down_bias=0.0):
+        inner = x @ up.t() + up_bias
+        if self.activation == "gelu":
+            return nn.functional.gelu(inner) @ down.t() + down_bias
+        gate, inner = inner.chunk(2, dim=-1)
+        if self.activation == "swiglu_clamped":
+            gate, inner = gate.clamp(max=7.0), inner.clamp(-7.0, 7.0) + 1.0
+            return (gate / (1.0 + (-1.702 * gate).exp()) * inner) @ down.t() + down_bias
+        return (gate * torch.sigmoid(gate) * inner) @ down.t() + down_bias
 
     def kept_copies(self, chosen, weights, real):
         every = [(t, j) for t in sorted(real) for j in range(self.moe.top_k)]
@@ -207,6 +209,10 @@ def weights_of(layer):
     if layer.shared is not None:
         found["shared_up"] = layer.shared.up.weight
         found["shared_down"] = layer.shared.down.weight
+    if layer.experts.up_bias is not None:
+        found |= {"up_bias": layer.experts.up_bias, "down_bias": layer.experts.down_bias}
+    if layer.router.bias is not None:
+        found["router_bias"] = layer.router.bias
     if layer.shared_gate is not None:
         found["shared_gate"] = layer.shared_gate.weight
     return found
@@ -216,6 +222,9 @@ NAMES = {
     "router": "router.weight",
     "up": "experts.up",
     "down": "experts.down",
+    "up_bias": "experts.up_bias",
+    "down_bias": "experts.down_bias",
+    "router_bias": "router.bias",
     "shared_up": "shared.up.weight",
     "shared_down": "shared.down.weight",
     "shared_gate": "shared_gate.weight",

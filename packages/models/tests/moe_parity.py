@@ -102,7 +102,9 @@ class Oracle:
             for name, held in block.named_children():
                 if not isinstance(held, MoELayer):
                     continue
-                layer = moe_oracle.LoopMoE(moe_oracle.weights_of(held), config.moe)
+                layer = moe_oracle.LoopMoE(
+                    moe_oracle.weights_of(held), config.moe, config.activation
+                )
                 layer.senders = [tokens for (_, _, tp), tokens in senders.items()
                                  if tp == 0 or config.sequence_parallel]  # fmt: skip
                 layer.sets = list(sets.values())

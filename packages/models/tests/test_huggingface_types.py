@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lamina.models import (
+    Activation,
     GPTModel,
     TransformerConfig,
     config_from_huggingface,
@@ -21,10 +22,12 @@ from lamina.models import (
 )
 from lamina.models.huggingface.known_types import known_types
 from lamina.models.huggingface.model_types import Field, ModelType
+from lamina.models.layers.mlp import ActivationFunction
 from lamina.models.mamba import ShortConvolution
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
+mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -68,6 +71,7 @@ OWN: dict[str, dict[str, Any]] = {
                          "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8},
     "zamba2": {"mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 8},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {**TWO_KINDS, "attention_bias": True},
     "nanochat": {"final_logit_softcapping": 0.7},
     "flint": {**TWO_KINDS, "mlp_only_layers": [0], "shared_expert_intermediate_size": 20},
     "kolibri1": {**TWO_KINDS, "shared_expert_intermediate_size": 20},
@@ -107,6 +111,7 @@ A_PART_EACH = {
     "gpt_bigcode": "learned positions, one key head",
     "gemma2": "scores and logits with a cap",
     "granite_swa": "sinks, a wavelength for each layer or no positions",
+    "gpt_oss": "experts with biases whose gate and rows take turns, a clamped gate",
     "bloom": "slopes, a norm of embeddings",
     "codegen": "a bias of the head, heads fused in quarters",
     "opt": "a table of positions with rows before the first",
@@ -189,6 +194,52 @@ def test_a_type_goes_both_ways(kind, tmp_path):
 @pytest.mark.parametrize("kind", sorted(known_types().keys() - A_PART_EACH.keys()))
 def test_the_other_types_go_both_ways(kind, tmp_path):
     check_exact(kind, tmp_path)
+
+
+@torch.no_grad()
+def test_published_files_of_gpt_oss_in_mxfp4_are_read(tmp_path):
+    """Codes and scales in the place of the experts' weights, as openai/gpt-oss-20b has them."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "swiglu_limit": 7.0}
+    config = transformers.CONFIG_MAPPING["gpt_oss"](**{**tiny("gpt_oss").to_dict(), **sizes})
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in theirs.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    coded: dict[str, torch.Tensor] = {}
+    for name, parameter in theirs.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inner, rows = parameter.shape
+            blocks = torch.randint(256, (experts, rows, inner // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(118, 123, blocks.shape[:-1], dtype=torch.uint8)
+            coded |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            parameter.copy_(mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    expected = theirs(tokens_of()).logits
+    theirs.save_pretrained(tmp_path)
+    saved = safetensors.load_file(tmp_path / "model.safetensors")
+    plain = {name: tensor for name, tensor in saved.items() if f"{name}_blocks" not in coded}
+    safetensors.save_file(plain | coded, tmp_path / "model.safetensors")
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert distance(from_huggingface(tmp_path).eval()(tokens_of()), expected) < 2e-6
+
+
+def test_the_clamped_gate_is_that_of_gpt_oss():
+    experts = transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts(tiny("gpt_oss"))
+    gate, up = torch.randn(2, 9, 40, dtype=torch.float64) * 8.0
+    assert gate.max() > 7.0
+    assert up.abs().max() > 7.0
+    expected = experts._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
+    torch.testing.assert_close(ActivationFunction("swiglu_clamped")(torch.cat((gate, up), -1)),
+                               expected, rtol=1e-14, atol=1e-14)  # fmt: skip
+
+
+def test_an_activation_of_ones_own_may_change_both_halves():
+    with pytest.raises(ValueError, match="has linear, and gated=False"):
+        Activation(torch.tanh, linear=torch.sin)
+    both = ActivationFunction(Activation(torch.tanh, gated=True, linear=torch.sin))
+    x = torch.randn(3, 8)
+    assert torch.equal(both(x), x[:, :4].tanh() * x[:, 4:].sin())
 
 
 @pytest.mark.parametrize("kind", ["cohere2", "granitemoe", "olmo3", "nemotron_h"])

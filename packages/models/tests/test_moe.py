@@ -132,10 +132,14 @@ def test_awkward_loads_equal_the_loop(case, capacity):
 
 @pytest.mark.parametrize("counts", [(3, 0, 5, 0), (0, 0, 0, 8), (2, 2, 2, 2), (0, 0, 0, 0)])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_grouped_products_equal_the_loop(counts, activation, dtype):
+def test_grouped_products_equal_the_loop(counts, activation, bias, dtype):
     torch.manual_seed(0)
-    experts = GroupedExperts(4, 16, 8, activation=activation, init_std=0.3).to(dtype)
+    experts = GroupedExperts(4, 16, 8, activation=activation, bias=bias, init_std=0.3).to(dtype)
+    with torch.no_grad():
+        for vectors in (experts.up_bias, experts.down_bias) if bias else ():
+            vectors.copy_(torch.randn_like(vectors))
     results = {}
     for path in ("grouped", "loop", "batched"):
         experts.path = {"batched": "auto"}.get(path, path) if sum(counts) else "loop"
@@ -143,7 +147,7 @@ def test_grouped_products_equal_the_loop(counts, activation, dtype):
         on_host = counts if path == "batched" else None
         out = experts(ExpertRows(x, torch.tensor(counts), on_host))
         (out * out.cos()).sum().backward()
-        found = [out, x.grad, experts.up.grad, experts.down.grad]
+        found = [out, x.grad, *(parameter.grad for parameter in experts.parameters())]
         results[path] = [value.detach().clone() for value in found]
         experts.zero_grad()
     for path in ("grouped", "batched"):

@@ -13,6 +13,8 @@ from .moe_parity import Case, check
 
 GROUPS = {"num_experts": 8, "num_groups": 4, "groups_kept": 2, "scores": "sigmoid"}
 BALANCED = {"bias_rate": 0.05, "weight_scale": 1.7, "shared_ffn_size": 8}
+BIASES = {"bias": True, "router_bias": True}
+CLAMPED = {"activation": "swiglu_clamped"}
 ONE = {"top_k": 1, "normalize_weights": False}
 LOSSES = {"switch_loss": 0.1, "sequence_loss": 0.2, "global_loss": 0.1, "z_loss": 0.02}
 CASES = {
@@ -53,6 +55,16 @@ CASES = {
                        max_norm=math.inf),
     "ep 2, padded": Case({"ep": 2}, {"capacity_factor": 0.8, "pad_to_capacity": True,
                                      "drop": "position", "first_dense": 1} | LOSSES),
+    "ep 2, biases": Case({"ep": 2}, BIASES | LOSSES, strategy=3, config=CLAMPED, microbatches=2,
+                         max_norm=math.inf),
+    "expert_tp 2, biases": Case({"tp": 2, "expert_tp": 2}, BIASES | BALANCED, strategy=1,
+                                config=CLAMPED, max_norm=math.inf),
+    "ep 2, expert_tp 2, biases, padded": Case(
+        {"dp_shard": 2, "tp": 2, "ep": 2, "expert_tp": 2},
+        BIASES | {"capacity_factor": 1.5, "pad_to_capacity": True},
+        config={"sequence_parallel": True} | CLAMPED, strategy="ddp, sharded", max_norm=math.inf),
+    "ep 2, pp 2, biases": Case({"pp": 2, "ep": 2, "dp_shard": 2}, BIASES, microbatches=2,
+                               config=CLAMPED),
     "ep 2, layers of letters": Case({"ep": 2}, LOSSES | BALANCED, max_norm=math.inf, config={
         "layer_pattern": "ME*E", "num_layers": 4,
         "mamba": MambaConfig(state_size=8, head_dim=4, groups=2, chunk_size=8)}),

@@ -55,6 +55,7 @@ SHAPE = TransformerConfig(
 CUT = dataclasses.replace(SHAPE, sequence_parallel=True)
 MOE = MoEConfig(num_experts=8, top_k=2, shared_ffn_size=16, switch_loss=0.01, z_loss=0.001)
 MAMBA = {"layer_pattern": "M*", "mamba": MambaConfig(head_dim=8, state_size=8, groups=2)}
+BIASED = MoEConfig(num_experts=8, top_k=2, bias=True, router_bias=True)
 LOADS = MoEConfig(num_experts=8, top_k=2, scores="sigmoid", global_loss=0.01, sequence_loss=0.01)
 
 
@@ -73,6 +74,12 @@ MODELS = {
     "experts": (variant(CUT, moe=MOE), {"tp": 2, "cp": 2, "ep": 4}),
     "experts in stages": (variant(CUT, moe=LOADS), {"tp": 2, "pp": 2, "ep": 2}),
     "experts that are cut": (variant(SHAPE, moe=MOE), {"tp": 2, "expert_tp": 2}),
+    "experts with biases": (variant(CUT, moe=BIASED), {"tp": 2, "cp": 2, "ep": 4}),
+    "cut experts with biases": (variant(SHAPE, moe=BIASED), {"tp": 2, "expert_tp": 2}),
+    "ep, expert_tp and biases": (
+        variant(CUT, moe=BIASED),
+        {"tp": 2, "cp": 2, "ep": 2, "expert_tp": 2},
+    ),
     "ep and expert_tp": (variant(CUT, moe=LOADS), {"tp": 2, "cp": 2, "ep": 2, "expert_tp": 2}),
     "gathered tokens": (
         variant(CUT, moe=dataclasses.replace(MOE, dispatcher="all_gather")),

@@ -48,7 +48,13 @@ from lamina.models.layers.loss import _CrossEntropy, _LinearCrossEntropy
 from lamina.models.layers.norms import _RMSNormOnCPU
 from lamina.models.moe import dispatcher, losses, router
 from lamina.models.moe.exchange import RowExchange, _Receive, _Send
-from lamina.models.moe.experts import _ContiguousGradient, _ExpertProduct, _NoRowsNoGradient
+from lamina.models.moe.experts import (
+    _AddToRuns,
+    _ContiguousGradient,
+    _ExpertProduct,
+    _NoRowsNoGradient,
+    _OnFirstRank,
+)
 from lamina.models.moe.layer import MoELayer
 from lamina.models.moe.losses import _Inject
 from lamina.models.moe.routing import _CopiesToRows, _RowsToTokens
@@ -69,6 +75,7 @@ Types = dict[Any, Any]
 
 # Functions that send nothing. What each rank computes depends on its own tensors alone.
 _LOCAL: tuple[type[torch.autograd.Function], ...] = (
+    _AddToRuns,
     _ContiguousGradient,
     _CopiesToRows,
     _ExpertProduct,
@@ -434,6 +441,10 @@ def _exchange(
     _like(result, given)
 
 
+def _on_first_rank(result: Tensor, *, vectors: Tensor, axis: Any) -> None:
+    rules.convert(vectors, axis.group, src=I, dst=V, out=result)
+
+
 def _inject(result: Tensor, *, carrier: Tensor, loss: Tensor) -> None:
     """An auxiliary loss starts its own backward, as the loss does."""
     rules.ignore(loss)
@@ -458,6 +469,7 @@ _RULES: dict[type[torch.autograd.Function], Callable[..., None]] = {
     _Inject: _inject,
     _LinearCrossEntropy: _linear_cross_entropy,
     Multiply: _multiply,
+    _OnFirstRank: _on_first_rank,
     _PiecedAttention: _attend,
     _Receive: _exchange,
     _Send: _exchange,

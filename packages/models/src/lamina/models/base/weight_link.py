@@ -18,10 +18,12 @@ class WeightLink:
         ours: name of the parameter in Lamina's model.
         theirs: names of the tensors whose rows, concatenated in order, are the parameter's rows.
         rows: the number of rows of each of these tensors; None if there is one tensor.
-        transposed: their tensors are `[in, out]` (GPT-2's Conv1D).
-        order: for each row of ours, the index of the row of theirs; None keeps the order.
+        transposed: their matrices are `[in, out]` (GPT-2's Conv1D).
+        order: for each row of ours, the index of the row of theirs; None keeps the order. With
+            `stacked`, of each matrix.
         rows_added: rows at the end of ours that theirs does not have (vocabulary padding).
         stack: ours is a stack of this many matrices, `[stack, rows, ...]`; None is one matrix.
+        stacked: theirs is one tensor, a stack as ours (gpt-oss).
         kernel: the shape of a row of theirs, whose elements are one dimension of ours (a
             convolution's); None is as ours.
         in_memory: the name of the tensor of the same shape in a `transformers` model in memory,
@@ -35,6 +37,7 @@ class WeightLink:
     order: tuple[int, ...] | None = None
     rows_added: int = 0
     stack: int | None = None
+    stacked: bool = False
     kernel: tuple[int, ...] | None = None
     in_memory: str | tuple[str, ...] | None = None
 
@@ -42,20 +45,19 @@ class WeightLink:
         """Make their tensors from our whole one."""
         if self.rows_added:
             tensor = tensor[: -self.rows_added]
-        if self.stack is not None:
+        if self.stack is not None and not self.stacked:
             tensor = tensor.flatten(0, 1)
         if self.order is not None:
-            inverse = torch.empty(len(self.order), dtype=torch.int64)
-            inverse[list(self.order)] = torch.arange(len(self.order))
-            tensor = tensor[inverse.to(tensor.device)]
+            inverse = torch.tensor(self.order, device=tensor.device).argsort()
+            tensor = tensor.index_select(int(self.stacked), inverse)
         if self.kernel is not None:
             tensor = tensor.view(-1, *self.kernel)
         parts = (tensor,) if self.rows is None else torch.split(tensor, list(self.rows))
-        return tuple((part.t() if self.transposed else part).contiguous() for part in parts)
+        return tuple((part.mT if self.transposed else part).contiguous() for part in parts)
 
     def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
         """Make our whole tensor from theirs; ValueError if one has another number of rows."""
-        parts = [tensor.t() if self.transposed else tensor for tensor in tensors]
+        parts = [tensor.mT if self.transposed else tensor for tensor in tensors]
         for name, part, rows in zip(self.theirs, parts, self.rows or (), strict=False):
             if len(part) != rows:  # their sum may be right, and each row in another's place
                 raise ValueError(f"{name} has {len(part)} rows, and by its config it has {rows}")
@@ -68,8 +70,9 @@ class WeightLink:
                 )
             whole = whole.flatten(1)
         if self.order is not None:
-            whole = whole[torch.tensor(self.order, device=whole.device)]
-        if self.stack is not None:
+            order = torch.tensor(self.order, device=whole.device)
+            whole = whole.index_select(int(self.stacked), order)
+        if self.stack is not None and not self.stacked:
             whole = whole.view(self.stack, -1, *whole.shape[1:])
         if self.rows_added:
             padding = whole.new_zeros(self.rows_added, *whole.shape[1:])

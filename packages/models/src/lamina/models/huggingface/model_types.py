@@ -102,7 +102,8 @@ class ModelType:
         names: names of its modules in place of Llama's. Several names of Llama that become one are
             rows of one tensor.
         memory: further names, of a model in memory.
-        stacked_experts: whether its files have the experts of a layer in one tensor.
+        stacked_experts: whether its files have the experts of a layer in one tensor; "interleaved"
+            if these multiply from the right, and rows of gate and up projection take turns.
         expert_names: those of an expert's gate, up and down projection, if not Llama's.
         interleaved: its RoPE turns neighbouring elements of a head.
         fused: for some of our modules, the order in which its rows stand in their tensor, from the
@@ -131,7 +132,7 @@ class ModelType:
     fields: Mapping[str, Field | None] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     memory: Mapping[str, str] = field(default_factory=dict)
-    stacked_experts: bool = False
+    stacked_experts: bool | Literal["interleaved"] = False
     expert_names: tuple[str, str, str] | None = None
     interleaved: bool = False
     fused: Mapping[str, Callable[[TransformerConfig], Sequence[int]]] = field(default_factory=dict)
@@ -354,8 +355,7 @@ class ModelType:
         """Rename what is linked to the tensors of a model like Llama, and order its rows."""
         for link in llama:
             if self.stacked_experts and link.stack is not None and link.in_memory is not None:
-                name = str(link.in_memory)
-                link = replace(link, theirs=(name,), rows=None, stack=None)
+                link = self._stacked(link, str(link.in_memory))
             theirs = [self.renamed(name) for name in link.theirs]
             if self.expert_names is not None and link.stack is not None:
                 llama_names = ("gate_proj", "up_proj", "down_proj")
@@ -376,6 +376,20 @@ class ModelType:
                 rows=None if len(grouped) == 1 and link.stack is None else rows,
             )  # fmt: skip
             yield self._ordered(config, link)
+
+    def _stacked(self, link: WeightLink, name: str) -> WeightLink:
+        """The link of a layer's experts to one tensor of this name."""
+        if self.stacked_experts != "interleaved":
+            return replace(link, theirs=(name,), rows=None, stack=None)
+        order = None
+        if ".experts.up" in link.ours and link.rows is not None:
+            both = 2 * link.rows[0]
+            order = (*range(0, both, 2), *range(1, both, 2))
+        is_matrix = not link.ours.endswith("_bias")
+        return replace(
+            link, theirs=(name,), rows=None, stacked=True, transposed=is_matrix, order=order,
+            in_memory=None,
+        )  # fmt: skip
 
     def renamed(self, name: str, more: Mapping[str, str] | None = None) -> str:
         """The type's name of a tensor, from that in a model like Llama; `more` names go first."""
@@ -441,6 +455,9 @@ def _comparable(name: str, config: TransformerConfig) -> Any:
         rate = None if moe.bias_rate is None else 0.0
         return replace(moe, ffn_size=moe.ffn_size or config.ffn_width, bias_rate=rate,
                        **losses, **how)  # fmt: skip
+    scaling = config.rope_scaling
+    if name == "rope_scaling" and scaling is not None and scaling.kind == "yarn":
+        return replace(scaling, attention_factor=round(scaling.magnitude, 9))
     value = spelt.get(name, getattr(config, name))
     return round(value, 9) if isinstance(value, float) else value
 

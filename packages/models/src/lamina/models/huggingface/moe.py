@@ -37,7 +37,7 @@ def moe_model_type(
     """
     plain = moe.scores == "softmax" and moe.num_groups == 1 and moe.weight_scale == 1.0
     plain = plain and moe.bias_rate is None and moe.shared_ffn_size is None
-    if moe.shared_gate:
+    if moe.shared_gate or moe.bias or moe.router_bias:
         return None
     if attention_type is not None:
         deepseek = moe.scores == "sigmoid" and moe.bias_rate is not None and moe.every == 1
@@ -71,27 +71,27 @@ def moe_links(
     yield WeightLink(
         f"{ours}.router.weight", (f"{files}.gate.weight",), in_memory=f"{memory}.gate.weight"
     )
+    if moe.router_bias:
+        yield WeightLink(f"{ours}.router.bias", (f"{files}.gate.bias",))
     if moe.bias_rate is not None:
         yield WeightLink(f"{ours}.router.expert_bias", (f"{files}.gate.e_score_correction_bias",))
     *inputs, down = _PROJECTIONS.get(kind, _PROJECTIONS["qwen3_moe"])
     if not config.gated:
         inputs = inputs[1:]
-    experts = range(moe.num_experts)
-    names = [f"{files}.experts.{e}.{part}.weight" for e in experts for part in inputs]
-    yield WeightLink(
-        f"{ours}.experts.up",
-        tuple(names),
-        rows=(inner,) * len(names),
-        stack=moe.num_experts,
-        in_memory=f"{memory}.experts.{'gate_up_proj' if config.gated else 'up_proj'}",
-    )
-    yield WeightLink(
-        f"{ours}.experts.down",
-        tuple(f"{files}.experts.{e}.{down}.weight" for e in experts),
-        rows=(hidden,) * moe.num_experts,
-        stack=moe.num_experts,
-        in_memory=f"{memory}.experts.down_proj",
-    )
+    stacks = (("up", inputs, inner, "gate_up_proj" if config.gated else "up_proj"),
+              ("down", [down], hidden, "down_proj"))  # fmt: skip
+    for name, parts, rows, stacked in stacks:
+        for kind, end in (("weight", ""), ("bias", "_bias")) if moe.bias else (("weight", ""),):
+            each = [
+                f"{files}.experts.{e}.{p}.{kind}" for e in range(moe.num_experts) for p in parts
+            ]
+            yield WeightLink(
+                f"{ours}.experts.{name}{end}",
+                tuple(each),
+                rows=(rows,) * len(each),
+                stack=moe.num_experts,
+                in_memory=f"{memory}.experts.{stacked}{end}",
+            )
     if moe.shared_ffn_size is not None:
         shared = f"{files}.shared_experts"
         own = replace(config, ffn_size=moe.shared_ffn_size, mlp_bias=False)

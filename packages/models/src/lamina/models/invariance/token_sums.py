@@ -22,6 +22,7 @@ from lamina.collectives.engine import start_all_gather
 from lamina.ddp.engine import gradient_sink
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
+from lamina.models.base.configs.elements import CLAMPED
 from lamina.models.invariance.products import fold
 
 # Note [Gradients over a cut sequence]
@@ -316,6 +317,14 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
+def _gelu_sigmoid(x: Tensor) -> Tensor:
+    return x * sigmoid(1.702 * x)
+
+
+def _clamped_gate(x: Tensor) -> Tensor:
+    return _gelu_sigmoid(x.clamp(max=CLAMPED))
+
+
 # Note [Functions of elements]
 # torch computes `silu`, `gelu`, `sigmoid` and `softplus` with vector instructions in most of a
 # tensor and with the C library at its ends and where it has gaps, so an element's bits depend on
@@ -325,11 +334,18 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": _silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
+    "gelu_sigmoid": _gelu_sigmoid,
     "relu": torch.relu,
     "relu2": _relu_squared,
+    "clamped": _clamped_gate,
 }
 """Activation functions whose bits do not depend on an element's place, by name."""
-_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+_GATED = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "swiglu_clamped": "clamped",
+}
 
 
 def by_elements(name: str) -> Activation:

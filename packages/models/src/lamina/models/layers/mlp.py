@@ -21,7 +21,9 @@ class ActivationFunction(FixedSums, nn.Module):
     def __init__(self, kind: str | Activation) -> None:
         super().__init__()
         self.kind = kind
-        self.function, self.gated = activation_of(kind).function, activation_of(kind).gated
+        activation = activation_of(kind)
+        self.function, self.gated = activation.function, activation.gated
+        self.linear = activation.linear
 
     def fix_sums(self, tokens: TokenCut) -> None:
         """See `FixedSums`; an `Activation` of the user's gives what its own operators give."""
@@ -33,7 +35,7 @@ class ActivationFunction(FixedSums, nn.Module):
         """`[..., ffn]` to the same; a gated function takes `[..., 2 * ffn]`, the gate first."""
         if self.gated:
             gate, up = x.chunk(2, dim=-1)
-            return self.function(gate) * up
+            return self.function(gate) * (up if self.linear is None else self.linear(up))
         return self.function(x)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lamina.mesh import derive_seed, mark
+from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
 from lamina.models.base.configs.elements import Activation, ActivationName, activation_of
 from lamina.models.base.configs.moe import ExpertsPath
@@ -65,6 +66,22 @@ class ExpertRuns:
         parts = zip(torch.split(rows, self.sizes), stack.unbind(0), strict=True)
         return torch.cat([part @ matrix for part, matrix in parts])
 
+    def add(self, rows: Tensor, vectors: Tensor) -> Tensor:
+        """`[rows, width]` with each expert's vector of `[experts, width]` added to its rows."""
+        return applied(_AddToRuns, rows, vectors, self)
+
+    def totals(self, rows: Tensor) -> Tensor:
+        """The sum of each expert's rows: `[experts, width]`."""
+        if self.way == "batched":
+            return self.batched(rows).sum(1)
+        if self.way == "grouped":
+            # A product with ones, as torch has no sum of runs whose order is the same each time
+            # and that needs no counts on the host. It takes rows of 16 bytes.
+            ones = rows.new_ones(len(rows), 16 // rows.element_size())
+            sums = F.grouped_mm(ones.t(), rows, offs=self.ends)
+            return sums[:, 0].masked_fill(_without_rows(self.counts)[:, 0], 0)
+        return torch.stack([part.sum(0) for part in torch.split(rows, self.sizes)])
+
     def batched(self, rows: Tensor) -> Tensor:
         """`[experts, rows of each, width]`."""
         return rows.view(self.counts.shape[0], -1, rows.shape[1])
@@ -78,6 +95,36 @@ def expert_product(rows: Tensor, weight: Tensor, runs: ExpertRuns) -> Tensor:
         return runs.multiply(rows, weight.transpose(1, 2))
     weight = applied(_NoRowsNoGradient, weight, runs.counts)
     return applied(_ContiguousGradient, runs.multiply(rows, weight.transpose(1, 2)))
+
+
+class _AddToRuns(torch.autograd.Function):
+    """See `ExpertRuns.add`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, vectors: Tensor, runs: ExpertRuns) -> Tensor:
+        ctx.runs = runs
+        return rows + vectors.repeat_interleave(runs.counts, dim=0, output_size=len(rows))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        grad = grad.contiguous()
+        return grad, ctx.runs.totals(grad) if ctx.needs_input_grad[1] else None, None
+
+
+class _OnFirstRank(torch.autograd.Function):
+    """Vectors on the first rank of an axis, and zeros on the others.
+
+    Gradients pass as they are: ranks that share an expert have the same rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, axis: MeshAxis) -> Tensor:
+        return vectors.clone() if axis.rank == 0 else torch.zeros_like(vectors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class ExpertGradients:
@@ -183,18 +230,20 @@ _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GroupedExperts(FixedSums, nn.Module):
-    """Up projection, activation and down projection of each expert, without biases.
+    """Up projection, activation and down projection of each expert.
 
     `up` is `[experts, ffn, hidden]`, with SwiGLU `[experts, 2 * ffn, hidden]` with the gate's
-    rows first; `down` is `[experts, hidden, ffn]`. The experts are cut over the ranks of `ep`, and
-    the inner width of each expert over those of `expert_tp`. The initial weights of an expert are
-    the same for every number of ranks.
+    rows first; `down` is `[experts, hidden, ffn]`. With `bias` there are `up_bias`, a number for
+    each row of `up`, and `down_bias` `[experts, hidden]`. The experts are cut over the ranks of
+    `ep`, and the inner width of each expert over those of `expert_tp`. The initial weights of an
+    expert are the same for every number of ranks.
 
     Args:
         num_experts: over all ranks.
         hidden_size: width of a row.
         ffn_size: inner width of an expert, over all ranks.
         activation: between the projections.
+        bias: both projections have a bias.
         mesh: has the axes `ep` and `expert_tp`; None is one process.
         init_std: standard deviation of the initial `up`.
         output_std: of the initial `down`.
@@ -217,6 +266,7 @@ class GroupedExperts(FixedSums, nn.Module):
         mesh: MeshLike | ExpertAxes = None,
         *,
         activation: ActivationName | Activation = "swiglu",
+        bias: bool = False,
         init_std: float = 0.02,
         output_std: float | None = None,
         path: ExpertsPath = "auto",
@@ -233,20 +283,28 @@ class GroupedExperts(FixedSums, nn.Module):
         self.first = 0 if self.axes.ep is None else self.axes.ep.rank * local_experts
         self.up = nn.Parameter(torch.empty(local_experts, len(self.blocks) * inner, hidden_size))
         self.down = nn.Parameter(torch.empty(local_experts, hidden_size, inner))
+        self.up_bias = nn.Parameter(torch.empty(self.up.shape[:2])) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(self.down.shape[:2])) if bias else None
         self.activation = ActivationFunction(activation)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw each expert's weights from its own seed; mark the roles."""
+        """Draw each expert's weights from its own seed, zero the biases; mark the roles."""
         cut = self.axes.expert_tp
         fused = self.blocks if len(self.blocks) > 1 else None
-        mark(
-            self.up,
-            expert=True,
-            tp_shard_dim=None if cut is None else 1,
-            tp_blocks=None if cut is None else fused,
-        )
-        mark(self.down, expert=True, tp_shard_dim=None if cut is None else 2)
+        dims = {self.up: 1, self.up_bias: 1, self.down: 2, self.down_bias: None}
+        for parameter, dim in dims.items():
+            if parameter is not None:
+                blocks = fused if dim == 1 and cut is not None else None
+                mark(
+                    parameter,
+                    expert=True,
+                    tp_shard_dim=None if cut is None else dim,
+                    tp_blocks=blocks,
+                )
+        for bias in (self.up_bias, self.down_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
         # The seed is the same on all ranks. Each expert derives its own from it by its number.
         seed = draw_seed() if self.init_seed is None else self.init_seed
         owned = range(self.first, self.first + self.up.shape[0])
@@ -262,8 +320,8 @@ class GroupedExperts(FixedSums, nn.Module):
         """
         if self.tokens is not None and arrived.tokens is not None:
             return self._in_order(arrived, arrived.tokens)
-        rows, up, _ = under_autocast(arrived.rows, self.up)
-        _, down, _ = under_autocast(rows, self.down)
+        rows, up, up_bias = under_autocast(arrived.rows, self.up, self.up_bias)
+        _, down, down_bias = under_autocast(rows, self.down, self.down_bias)
         way: Way = "loop"
         equal = arrived.on_host is not None and len(set(arrived.on_host)) == 1
         if self.path == "auto" and equal:
@@ -274,8 +332,16 @@ class GroupedExperts(FixedSums, nn.Module):
         if way == "loop" and on_host is None:
             on_host = tuple(arrived.counts.tolist())
         runs = ExpertRuns(arrived.counts, on_host, way)
-        inner = self.activation(expert_product(rows, up, runs))
-        return expert_product(inner, down, runs).to(arrived.rows.dtype)
+        inner = expert_product(rows, up, runs)
+        inner = self.activation(inner if up_bias is None else runs.add(inner, up_bias))
+        results = expert_product(inner, down, runs)
+        if down_bias is not None:
+            cut = self.axes.expert_tp
+            # Results of ranks that share an expert are summed, and the bias counts once.
+            results = runs.add(
+                results, down_bias if cut is None else applied(_OnFirstRank, down_bias, cut)
+            )
+        return results.to(arrived.rows.dtype)
 
     def _in_order(self, arrived: ExpertRows, tokens: Tensor) -> Tensor:
         """`forward` in the order of the model: results in float32."""

@@ -54,6 +54,7 @@ class MoELayer(nn.Module):
             moe.ffn_size or config.ffn_width,
             axes,
             activation=config.activation,
+            bias=moe.bias,
             init_std=config.init_std,
             output_std=config.residual_init_std,
             path=moe.experts,

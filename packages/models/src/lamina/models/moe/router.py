@@ -63,7 +63,8 @@ class RoutingTotals:
 class TopKRouter(FixedSums, nn.Module):
     """Scores tokens for experts in float32 (float64 for float64 models) and takes the best.
 
-    `weight` is `[num_experts, hidden]`, whole on every rank. With `moe.bias_rate` there is a
+    `weight` is `[num_experts, hidden]`, whole on every rank, and so is the `bias` `[num_experts]`
+    that `moe.router_bias` asks for. With `moe.bias_rate` there is a
     buffer `expert_bias`, float32 `[num_experts]` for every dtype of the model, which
     `finalize_step` updates. With `global_loads="last_step"` there is a buffer `last_loads`, int64
     `[num_experts]`: all ranks' copies in the last step. `lamina.ddp.finalize_grads` calls
@@ -100,6 +101,7 @@ class TopKRouter(FixedSums, nn.Module):
         self.init_std = init_std
         self.init_seed: int | None = None
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(moe.num_experts)) if moe.router_bias else None
         bias = None if moe.bias_rate is None else torch.zeros(moe.num_experts)
         self.register_buffer("expert_bias", bias)
         last = torch.zeros(moe.num_experts, dtype=torch.int64)
@@ -112,13 +114,14 @@ class TopKRouter(FixedSums, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from N(0, init_std^2), zero bias and loads, mark the weight's role."""
-        mark(self.weight, tp_grad=None if self.axes.tokens_tp is None else "sum")
+        """Draw the weight from N(0, init_std^2), zero biases and loads, mark the roles."""
         fill(self.weight, normal(self.init_std), self.init_seed)
-        if self.expert_bias is not None:
-            nn.init.zeros_(self.expert_bias)
-        if self.last_loads is not None:
-            nn.init.zeros_(self.last_loads)
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                mark(parameter, tp_grad=None if self.axes.tokens_tp is None else "sum")
+        for zeros in (self.bias, self.expert_bias, self.last_loads):
+            if zeros is not None:
+                nn.init.zeros_(zeros)
 
     # Not compiled: torch.compile would treat the scale of auxiliary losses, which is only known in
     # backward, as a constant, and would compile again for every number of forwards.
@@ -191,7 +194,8 @@ class TopKRouter(FixedSums, nn.Module):
             with dropout_stream(self.moe.jitter, split, self.axes.tp):
                 x = x * torch.empty_like(x).uniform_(low, high)
         with without_autocast(x.device):
-            logits = F.linear(x, self.weight.to(wide))
+            bias = None if self.bias is None else self.bias.to(wide)
+            logits = F.linear(x, self.weight.to(wide), bias)
         return logits, logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
 
     def finalize_step(self, mesh: ParallelMesh | DeviceMesh | None) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 ActivationName = Literal[
-    "gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "swiglu", "geglu", "geglu_tanh"
-]
+    "gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "silu", "swiglu", "geglu", "geglu_tanh",
+    "swiglu_clamped",
+]  # fmt: skip
 NormName = Literal[
     "rmsnorm", "rmsnorm_plain", "rmsnorm_zero", "layernorm", "layernorm_unbiased",
     "layernorm_plain", "layernorm_zero",
@@ -30,6 +31,7 @@ class Activation:
         function: of one tensor, elementwise.
         gated: the first product has twice the inner width. The function is of its first half,
             the gate, and multiplies the second half (Shazeer, 2020).
+        linear: what becomes of the second half before that; None leaves it as it is.
 
     Examples:
         >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4,
@@ -38,6 +40,14 @@ class Activation:
 
     function: Callable[[Tensor], Tensor]
     gated: bool = False
+    linear: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.linear is not None and not self.gated:
+            raise ValueError(
+                "an Activation has linear, and gated=False: without a gate there is no second half "
+                "that it could be of; set gated=True, or leave linear out"
+            )
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -48,6 +58,20 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def gelu_sigmoid(x: Tensor) -> Tensor:
     """GELU by its approximation with a sigmoid (Hendrycks and Gimpel, 2016), as CLIP has it."""
     return x * torch.sigmoid(1.702 * x)
+
+
+CLAMPED = 7.0
+"""The bound of `swiglu_clamped`, which is gpt-oss's."""
+
+
+def clamped_gate(x: Tensor) -> Tensor:
+    """The gate of gpt-oss (2025): clamped from above, times a sigmoid of 1.702 times itself."""
+    return gelu_sigmoid(x.clamp(max=CLAMPED))
+
+
+def clamped_and_one(x: Tensor) -> Tensor:
+    """What that gate multiplies: the second half, clamped, and 1, so that the gate passes too."""
+    return x.clamp(-CLAMPED, CLAMPED) + 1.0
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -65,6 +89,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "swiglu": Activation(F.silu, gated=True),
     "geglu": Activation(F.gelu, gated=True),
     "geglu_tanh": Activation(gelu_tanh, gated=True),
+    "swiglu_clamped": Activation(clamped_gate, gated=True, linear=clamped_and_one),
 }
 
 

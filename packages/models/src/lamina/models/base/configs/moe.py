@@ -29,6 +29,8 @@ class MoEConfig:
         ffn_size: inner width of an expert; the model's `ffn_width` if None.
         shared_ffn_size: inner width of an expert that every token goes to (several shared experts
             are one that is as wide as all of them); None has no such expert.
+        bias: both projections of each expert have a bias (gpt-oss, 2025).
+        router_bias: the router's logits have a learned bias.
         shared_gate: the result of the shared expert is multiplied by a sigmoid of a product with
             the token (Qwen team, 2024).
         first_dense: the number of layers, from the first, that have an MLP.
@@ -85,6 +87,8 @@ class MoEConfig:
     top_k: int
     ffn_size: int | None = None
     shared_ffn_size: int | None = None
+    bias: bool = False
+    router_bias: bool = False
     shared_gate: bool = False
     first_dense: int = 0
     every: int = 1
@@ -123,6 +127,8 @@ class MoEConfig:
                 self.dispatcher == "all_gather"
             ),
             "pad_to_capacity=True (pads to a capacity of a rank)": self.pad_to_capacity,
+            f"bias={self.bias} or router_bias={self.router_bias} of its experts (sums over tokens "
+            "in no fixed order)": self.bias or self.router_bias,
             f"switch_loss={self.switch_loss} (it {microbatch}; take sequence_loss)": (
                 self.switch_loss > 0.0
             ),

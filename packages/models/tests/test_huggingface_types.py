@@ -47,6 +47,14 @@ SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scali
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0,
         "mscale_all_dim": 0.7, "original_max_position_embeddings": 16}  # fmt: skip
 LATENT = {"num_key_value_heads": 4, "rope_parameters": YARN}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+DELTA_SHARED = {**DELTA, "shared_expert_intermediate_size": 20}
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("youtu", "glm4_moe_lite"), LATENT),
     "deepseek_v2": {**LATENT, "n_group": 1},
@@ -72,6 +80,9 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 8},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {**TWO_KINDS, "attention_bias": True},
+    "qwen3_5_text": DELTA,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), DELTA_SHARED),
+    "olmo_hybrid": {**DELTA, "linear_num_key_heads": 4, "linear_value_head_dim": 6},
     "nanochat": {"final_logit_softcapping": 0.7},
     "flint": {**TWO_KINDS, "mlp_only_layers": [0], "shared_expert_intermediate_size": 20},
     "kolibri1": {**TWO_KINDS, "shared_expert_intermediate_size": 20},
@@ -112,6 +123,8 @@ A_PART_EACH = {
     "gemma2": "scores and logits with a cap",
     "granite_swa": "sinks, a wavelength for each layer or no positions",
     "gpt_oss": "experts with biases whose gate and rows take turns, a clamped gate",
+    "qwen3_next": "gated delta nets whose rows stand by key head, gates among the queries",
+    "olmo_hybrid": "gated delta nets before norms, attention before them",
     "bloom": "slopes, a norm of embeddings",
     "codegen": "a bias of the head, heads fused in quarters",
     "opt": "a table of positions with rows before the first",
@@ -265,6 +278,7 @@ def test_what_a_type_cannot_say_is_not_written():
     ("kind", "change", "words"),
     [
         ("cohere", {"use_qk_norm": True}, "use_qk_norm=True, and only False"),
+        ("olmo_hybrid", {"rope_parameters": {"rope_theta": None}}, "without positions"),
         ("olmo", {"clip_qkv": 8.0}, r"clip_qkv=8\.0, and only None"),
         ("arcee", {"hidden_act": "xielu"}, "hidden_act is 'xielu': known are gelu"),
         ("cwm", {"layer_types": ["chunked", "chunked"]}, "layer_types is .*'chunked'"),
@@ -351,7 +365,10 @@ def differing_fields(kind: str) -> list[str]:
             model = from_huggingface(theirs).eval()
         except ValueError:
             continue
-        if distance(model(tokens_of()), expected) > 5e-6:
+        found = model(tokens_of())
+        # Some models magnify what float32 rounds: by how much, this one says itself.
+        rounding = distance(found, model.double()(tokens_of()))
+        if distance(found, expected) > max(5e-6, 2 * rounding):
             wrong.append(f"{name}={source[name]!r}")
     return wrong
 

@@ -29,6 +29,7 @@ from lamina.models import (
     training_flops_per_token,
 )
 from lamina.models.attention import GatedAttention
+from lamina.models.mamba import GatedDeltaNet
 from lamina_testing import device_type
 
 from . import moe_parity, test_context_parallel, test_tensor_parallel
@@ -40,6 +41,7 @@ LOCAL, WIDE, STILL = (
     LayerSpec(positions="none", qk_norm=True),
 )
 MIXED = replace(LLAMA, num_layers=4, layers=(LOCAL, WIDE, STILL, LOCAL))
+NET = GatedDeltaNet(key_heads=2, value_heads=4, key_width=8, value_width=6, chunk_size=8)
 SCORES = AttentionScores(softcap=2.0, sinks=True, linear_bias=True)
 PARTS = {
     "mixed": MIXED,
@@ -51,6 +53,9 @@ PARTS = {
     "scores": replace(LLAMA, scores=SCORES, logit_softcap=1.5, head_bias=True, post_norm="mlp"),
     "gates": replace(LLAMA, attention=GatedAttention(), qk_norm="after_rope", norm="rmsnorm_plain",
                      embedding_norm=True),
+    "gates_in_queries": replace(LLAMA, attention=GatedAttention(in_queries=True), qk_norm=True),
+    "delta_nets": replace(MIXED, layers=(LayerSpec(attention=NET), WIDE, LayerSpec(attention=NET),
+                                         STILL)),
 }  # fmt: skip
 
 
@@ -129,12 +134,30 @@ def test_the_parts_fit_on_a_mesh(name):
 
     way = "ring" if PARTS[name].scores is None else "ulysses"
     config = replace(PARTS[name], sequence_parallel=True, context_parallel=way)
-    with init_distributed("fake", world_size=8):
-        mesh = ParallelLayout(tp=2, cp=2).build(device_type())
+    cp = 1 if name == "delta_nets" else 2  # they take whole sequences
+    with init_distributed("fake", world_size=4 * cp):
+        mesh = ParallelLayout(tp=2, cp=cp).build(device_type())
         tokens = torch.randint(0, 61, (2, 16))
         types = check_types(GPTModel(config, mesh), tokens, tokens.clone(), mesh=mesh)
     assert types.pop("tp") == "I"
     assert set(types.values()) <= {"P"}
+
+
+def test_gates_among_the_queries_are_those_of_a_projection_of_their_own():
+    inside = GPTModel(replace(LLAMA, attention=GatedAttention(in_queries=True)), seed=1)
+    beside = GPTModel(replace(LLAMA, attention=GatedAttention()), seed=2)
+    state = dict(inside.state_dict())
+    width, heads = LLAMA.head_width, LLAMA.num_heads
+    for at in range(LLAMA.num_layers):
+        name = f"blocks.{at}.attention"
+        rows = state[f"{name}.qkv.weight"]
+        both = rows[: 2 * heads * width].view(heads, 2, width, -1)
+        queries, state[f"{name}.gate.weight"] = (both[:, i].flatten(0, 1) for i in (0, 1))
+        state[f"{name}.qkv.weight"] = torch.cat((queries, rows[2 * heads * width :]))
+    beside.load_state_dict(state)
+    torch.testing.assert_close(inside(tokens_of()), beside(tokens_of()), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="in_queries=True with each='head'"):
+        GatedAttention(each="head", in_queries=True)
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])

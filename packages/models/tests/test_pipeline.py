@@ -23,12 +23,14 @@ from lamina.fsdp import fully_shard, fully_shard_optimizer
 from lamina.mesh import ParallelLayout
 from lamina.models import (
     GPTModel,
+    LayerSpec,
     MambaConfig,
     MoEConfig,
     TransformerConfig,
     apply_recompute,
     pipeline,
 )
+from lamina.models.mamba import GatedDeltaNet
 from lamina_testing import Meter, device_type
 
 CONFIG = TransformerConfig(
@@ -351,6 +353,17 @@ def test_stacks_of_experts_and_mamba_train_like_one_process(ranks):
         assert torch.equal(bias, whole.get_buffer(name))
     with pytest.raises(ValueError, match="padding_mask has shape"):
         runner.step(tokens, labels, padding_mask=padding[:, 1:])
+
+
+@pytest.mark.ranks(2)
+def test_gated_delta_nets_train_in_stages_like_one_process(ranks):
+    net = GatedDeltaNet(key_heads=2, value_heads=4, key_width=8, value_width=6, chunk_size=8)
+    layers = (LayerSpec(attention=net), LayerSpec(), LayerSpec(attention=net), LayerSpec())
+    moe = MoEConfig(num_experts=4, top_k=2, bias=True, router_bias=True)
+    config = replace(CONFIG, layers=layers, moe=moe, activation="swiglu_clamped")
+    mesh = ParallelLayout(pp=2).build(device_type())
+    runner = pipeline(build(config, mesh), mesh, "interleaved_zero_bubble", 2)
+    check_training(runner, mesh, config, None, steps=2)
 
 
 @pytest.mark.ranks(4)

@@ -30,6 +30,7 @@ from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.mlp import ActivationFunction
 from lamina.models.layers.norms import LayerNorm, RMSNorm
 from lamina.models.mamba.block import CausalConvolution, GatedNorm, StateSpaceScan
+from lamina.models.mamba.delta_net import DeltaRule, GatedHeadNorm
 from lamina.models.moe.router import TopKRouter
 from lamina.models.precision.fp8_products import Float8Products, replaying_scales
 
@@ -39,9 +40,9 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "attention": (AttentionCore,),
-    "norm": (RMSNorm, LayerNorm, GatedNorm),
+    "norm": (RMSNorm, LayerNorm, GatedNorm, GatedHeadNorm),
     "activation": (ActivationFunction,),
-    "scan": (CausalConvolution, StateSpaceScan),
+    "scan": (CausalConvolution, StateSpaceScan, DeltaRule),
 }
 
 

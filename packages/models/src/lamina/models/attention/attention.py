@@ -187,7 +187,7 @@ class SelfAttention(Attention):
         queries = require_divisible("num_heads", config.num_heads, axis)
         keys = require_divisible("num_kv_heads", config.kv_heads, axis)
         self.head_counts = (queries, keys, keys)
-        blocks = (config.num_heads * width, config.kv_heads * width, config.kv_heads * width)
+        blocks = (self.query_rows(config), config.kv_heads * width, config.kv_heads * width)
         self.qkv = from_residual(config, blocks, axis, bias=config.attention_bias)
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
@@ -209,6 +209,10 @@ class SelfAttention(Attention):
         self.core = AttentionCore(config, self.axis)
         self.output = output_projection(config, axis)
 
+    def query_rows(self, config: TransformerConfig) -> int:
+        """The rows of the first projection that are of queries, over all ranks."""
+        return config.num_heads * config.head_width
+
     def reset_parameters(self) -> None:
         """Draw the heads' sinks, and mark their role; projections draw their own weights."""
         if self.sinks is not None:
@@ -224,7 +228,10 @@ class SelfAttention(Attention):
 
     def mix(self, x: Tensor, context: AttentionContext) -> Tensor:
         """See `Attention.mix`."""
-        heads = self.qkv(x).view(*context.shape, -1, self.head_width)
+        return self.mix_heads(self.qkv(x).view(*context.shape, -1, self.head_width), context)
+
+    def mix_heads(self, heads: Tensor, context: AttentionContext) -> Tensor:
+        """`mix`, given `[batch, sequence, heads, width]` of all queries, keys and values."""
         query, key, value = heads.split_with_sizes(self.head_counts, dim=-2)
         rotary = context.rotary
         if rotary is not None and self.query_norm is None and not torch.is_grad_enabled():

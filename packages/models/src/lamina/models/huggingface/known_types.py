@@ -9,9 +9,10 @@ from importlib import resources
 from typing import Any
 
 from lamina.models.attention.gated_attention import GatedAttention
-from lamina.models.base.config import TransformerConfig
+from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.configs.elements import AttentionScores
 from lamina.models.huggingface.model_types import REQUIRED, Field, ModelType
+from lamina.models.mamba.delta_net import GatedDeltaNet
 from lamina.models.mamba.short_convolution import ShortConvolution
 
 
@@ -98,15 +99,40 @@ def halves_swapped(config: TransformerConfig) -> list[int]:
     return turned + list(range(len(turned), len(turned) + config.kv_heads * width))
 
 
-ORDERS = {"by_head": by_head, "in_four_parts": in_four_parts, "halves_swapped": halves_swapped}
-"""Orders in which the rows of several of our weights stand in one of theirs."""
-
-
 PARTS: dict[str, Callable[..., Any]] = {"scores": AttentionScores, "attention": GatedAttention}
 """Fields that hold a part: a table in `constants` has its arguments."""
 
-LAYER_PARTS: dict[Any, Any] = {"short_convolution": ShortConvolution()}
-"""Parts that a kind of layer has, by the names that `layers` gives them."""
+LAYER_PARTS: dict[str, type[LayerPart]] = {
+    "short_convolution": ShortConvolution,
+    "delta_net": GatedDeltaNet,
+}
+"""Parts that a kind of layer has, by the names that `layer_parts` and `layers` give them."""
+
+
+def by_key_head(config: TransformerConfig) -> list[int]:
+    """Rows of a gated delta net that stand as query, key, values and gates of the first key head,
+    then of the next; after all of these steps and decays, likewise.
+    """
+    net = config.attention_variant
+    if not isinstance(net, GatedDeltaNet):
+        return []
+    each = net.value_heads // net.key_heads
+    widths = {"q": net.key_width, "k": net.key_width, "v": each * net.value_width,
+              "z": each * net.value_width, "b": each, "a": each}  # fmt: skip
+    rows, start = list[int](), 0
+    for kinds in ("qkvz", "ba"):
+        stride = sum(widths[kind] for kind in kinds)
+        for kind in kinds:
+            before = sum(widths[other] for other in kinds[: kinds.index(kind)])
+            rows += [start + head * stride + before + row
+                     for head in range(net.key_heads) for row in range(widths[kind])]  # fmt: skip
+        start += net.key_heads * stride
+    return rows
+
+
+ORDERS = {"by_head": by_head, "in_four_parts": in_four_parts, "halves_swapped": halves_swapped,
+          "by_key_head": by_key_head}  # fmt: skip
+"""Orders in which the rows of several of our weights stand in one of theirs."""
 
 
 @cache
@@ -124,8 +150,12 @@ def _type_of_table(
     merged: dict[str, Any] = {}
     for source in (*(fragments[used] for used in own.get("use", ())), own):
         for key, value in source.items():
-            table = isinstance(value, dict)
-            merged[key] = {**merged.get(key, {}), **value} if table else value
+            if isinstance(value, dict):
+                before = merged.get(key, {})
+                if key == "layer_parts":  # a fragment has sizes that several types give a part
+                    value = {part: before.get(part, {}) | own for part, own in value.items()}
+                value = {**before, **value}
+            merged[key] = value
     merged.pop("use", None)
     made = {key: _value(value) for key, value in merged.items()}
     for key in ("fields", "experts", "mamba", "values"):
@@ -136,11 +166,13 @@ def _type_of_table(
     for key, value in made.get("constants", {}).items():
         if isinstance(value, dict):
             made["constants"][key] = PARTS[key](**value)
-    for key, kinds in made.get("layers", {}).items():
-        made["layers"][key] = {
-            kind: {ours: LAYER_PARTS.get(value, value) for ours, value in own.items()}
-            for kind, own in kinds.items()
-        }
+    made["layer_parts"] = {
+        part: (LAYER_PARTS[part], {
+            ours: _field(said) if isinstance(said, str | dict) else said
+            for ours, said in values.items()
+        })
+        for part, values in merged.get("layer_parts", {}).items()
+    }  # fmt: skip
     made["fused"] = {module: ORDERS[order] for module, order in made.get("fused", {}).items()}
     return ModelType(name=name, **made)
 

@@ -14,7 +14,7 @@ from itertools import chain, groupby
 from typing import Any, Literal, NamedTuple
 
 from lamina.models.attention.latent_attention import LatentAttention
-from lamina.models.base.config import LayerSpec, TransformerConfig
+from lamina.models.base.config import LayerPart, LayerSpec, TransformerConfig
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.weight_link import WeightLink
@@ -115,8 +115,11 @@ class ModelType:
         experts: where the fields of a `MoEConfig` are; None has none.
         expert_constants: fields of a `MoEConfig` that all its models have.
         mamba: where the fields of a `MambaConfig` are; None has none.
+        layer_parts: parts that some layers have, by names of the type's own: their class, and where
+            the fields of its objects are; a value that is no `Field` is that of all models.
         layers: names of lists with an entry for each layer, and what layers of each entry have in
-            place of the model's fields; `letter` is their kind.
+            place of the model's fields; `letter` is their kind. A name of `layer_parts` stands for
+            the part.
         values: names of lists with a value for each layer. Their fields read a value into what the
             layer has in place of the model's fields, and write it from the layer's config.
         equal: names that say again what another name says.
@@ -142,6 +145,9 @@ class ModelType:
     experts: Mapping[str, Field | None] | None = None
     expert_constants: Mapping[str, Any] = field(default_factory=dict)
     mamba: Mapping[str, Field] | None = None
+    layer_parts: Mapping[str, tuple[type[LayerPart], Mapping[str, Any]]] = field(
+        default_factory=dict
+    )
     layers: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
     values: Mapping[str, Field] = field(default_factory=dict)
     equal: Mapping[str, str] = field(default_factory=dict)
@@ -176,6 +182,7 @@ class ModelType:
         """All names of `config.json` that a model of the type is read from."""
         tables = (self.table, self.expert_table if self.experts is not None else {}, self.mamba)
         names = {where.name for table in tables for where in (table or {}).values()}
+        names |= {where.name for _, where in self._part_fields()}
         names |= {"rope_parameters", "model_type", "rope_theta", "rope_scaling"}
         latent = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"}
         latent |= {"v_head_dim", "rope_interleave"}
@@ -249,6 +256,7 @@ class ModelType:
     def _read_layers(self, source: Mapping[str, Any], read: dict[str, Any]) -> dict[str, Any]:
         """Specifications of layers, if they differ, or else fields that all of them have."""
         number = read["num_layers"]
+        by_name = {name: self._read_part(name, source) for name in self.layer_parts}
         changes: list[dict[str, Any]] = [{} for _ in range(number)]
         for name, kinds in self.layers.items():
             said = source[name]
@@ -259,7 +267,7 @@ class ModelType:
                 )
             nested = self.nested_rope and name == "layer_types"
             for own, kind in zip(changes, said, strict=True):
-                own |= kinds[kind]
+                own |= {ours: by_name.get(value, value) for ours, value in kinds[kind].items()}
                 if nested and own.get("positions") != "none":
                     own |= self._rope_of_kind(source, kind)
         for name, where in self.values.items():
@@ -269,6 +277,22 @@ class ModelType:
             if own.get("positions") == "none":
                 own |= _UNTURNED
         return specified(changes)
+
+    def _part_fields(self) -> Iterator[tuple[str, Field]]:
+        """The fields of all parts, by their names there."""
+        for _, values in self.layer_parts.values():
+            yield from ((n, where) for n, where in values.items() if isinstance(where, Field))
+
+    def _read_part(self, name: str, source: Mapping[str, Any]) -> LayerPart:
+        kind, values = self.layer_parts[name]
+        table = {ours: where for ours, where in values.items() if isinstance(where, Field)}
+        return kind(**{**values, **read_table(table, source)})
+
+    def _part_in(self, config: TransformerConfig, name: str) -> LayerPart | None:
+        """The part of this name in a config, from the first layer that has it."""
+        kind = self.layer_parts[name][0]
+        variants = (layer.attention_variant for layer in config.distinct_layers)
+        return next((each for each in variants if isinstance(each, kind)), None)
 
     def _rope_of_kind(self, source: Mapping[str, Any], kind: str) -> dict[str, Any]:
         rope = source["rope_parameters"]
@@ -317,7 +341,19 @@ class ModelType:
             written |= {w.name: w.write(getattr(sizes, ours)) for ours, w in self.mamba.items()}
         for name, where in self.values.items():
             written[name] = [where.write(config.of_layer(at)) for at in layers]
-        for name, kinds in self.layers.items():
+        made = {name: self._part_in(config, name) for name in self.layer_parts}
+        for name, part in made.items():
+            if part is not None:
+                written |= {
+                    where.name: where.write(getattr(part, ours))
+                    for ours, where in self.layer_parts[name][1].items()
+                    if isinstance(where, Field)
+                }
+        for name, said in self.layers.items():
+            kinds = {
+                kind: {ours: made.get(value, value) for ours, value in own.items()}
+                for kind, own in said.items()
+            }
             written[name] = [_kind_of(kinds, config, at) for at in layers]
             if self.nested_rope and name == "layer_types":
                 ropes = {kind: written_rope(config.of_layer(0)) for kind in kinds}
@@ -371,6 +407,8 @@ class ModelType:
             elif self.memory:
                 memory = tuple(self.renamed(name, self.memory) for name in link.theirs)
                 memory = None if memory == tuple(theirs) or len(grouped) < len(theirs) else memory
+                if memory is not None and len({*memory}) == 1:
+                    memory = memory[0]
             link = replace(
                 link, theirs=tuple(grouped), in_memory=memory,
                 rows=None if len(grouped) == 1 and link.stack is None else rows,

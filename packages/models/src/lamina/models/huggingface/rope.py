@@ -54,6 +54,11 @@ def rope_of(
     rope = dict(said or source.get("rope_parameters") or source.get("rope_scaling") or {})
     rope.setdefault("rope_theta", source.get("rope_theta", 10_000.0))
     rope.setdefault("rope_type", rope.pop("type", "default"))
+    if rope["rope_theta"] is None:
+        raise ValueError(
+            "rope_parameters has rope_theta=None, a model without positions: only types whose "
+            "layers say that they have none are known here"
+        )
     unknown = {name: value for name, value in rope.items() if name not in _ROPE}
     whole = rope.get("partial_rotary_factor") in (None, 1.0)
     if unknown or not (partial or whole):

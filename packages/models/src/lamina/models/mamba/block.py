@@ -133,7 +133,7 @@ class StateSpaceScan(FixedSums, nn.Module):
         rates = uniform(*self.sizes.decay_range, then=torch.log)
         fill(self.A_log, rates, seeds[0], self.axis)
         limits = math.log(self.sizes.dt_min), math.log(self.sizes.dt_max)
-        fill(self.dt_bias, uniform(*limits, then=_before_softplus), seeds[1], self.axis)
+        fill(self.dt_bias, uniform(*limits, then=before_softplus), seeds[1], self.axis)
         nn.init.ones_(self.D)
 
     def steps(self, dt: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class StateSpaceScan(FixedSums, nn.Module):
         return self.skip(y, x), state
 
 
-def _before_softplus(log_dt: Tensor) -> Tensor:
+def before_softplus(log_dt: Tensor) -> Tensor:
     """The bias whose softplus is `exp(log_dt)`."""
     dt = log_dt.exp()
     return dt + torch.log(-torch.expm1(-dt))

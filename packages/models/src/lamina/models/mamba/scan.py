@@ -17,7 +17,6 @@ import logging
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lamina.models.attention.kernels import document_starts
@@ -31,6 +30,7 @@ from lamina.models.invariance.row_functions import (
     scale_rows,
 )
 from lamina.models.layers.matmul_products import without_autocast
+from lamina.models.mamba.chunks import ChunkDocuments, cut_chunks, decay_within
 
 _LOGGER = logging.getLogger(__name__)
 _HALF = (torch.float16, torch.bfloat16)
@@ -67,10 +67,10 @@ def chunked_scan(
     chunk = min(chunk, length)
     steps = dt.to(wide)
     # Padding has steps of 0, so it neither decays the state nor adds to it.
-    decay = _cut((steps * rate.to(wide)).unsqueeze(-1), chunk, groups).squeeze(-1)
-    inputs = _cut(x.to(wide) * steps.unsqueeze(-1), chunk, groups)
-    keys, queries = (_cut(part.to(wide), chunk, groups).squeeze(2) for part in (b, c))
-    documents = None if runs is None else _Documents(runs, chunk)
+    decay = cut_chunks((steps * rate.to(wide)).unsqueeze(-1), chunk, groups).squeeze(-1)
+    inputs = cut_chunks(x.to(wide) * steps.unsqueeze(-1), chunk, groups)
+    keys, queries = (cut_chunks(part.to(wide), chunk, groups).squeeze(2) for part in (b, c))
+    documents = None if runs is None else ChunkDocuments(runs, chunk)
     with without_autocast(x.device):
         y, last = _scan(decay, inputs, keys, queries, documents, state)
     # [batch, groups, per, chunks, chunk, width] back to [batch, sequence, heads, width]
@@ -83,12 +83,12 @@ def _scan(
     inputs: Tensor,
     keys: Tensor,
     queries: Tensor,
-    documents: _Documents | None,
+    documents: ChunkDocuments | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over operands that `_cut` has cut into chunks."""
+    """Run the recurrence over operands that `cut_chunks` has cut into chunks."""
     total = decay.cumsum(dim=-1)  # [batch, groups, heads per group, chunks, chunk]
-    weights = _between(total, documents)
+    weights = decay_within(total, documents)
     scores = queries @ keys.transpose(-1, -2)
     y = (scores.unsqueeze(2) * weights) @ inputs
 
@@ -106,24 +106,6 @@ def _scan(
         from_start = from_start * documents.reach_start
     carried = queries.unsqueeze(2) @ entering.transpose(-1, -2)
     return y + carried * from_start.unsqueeze(-1), last
-
-
-def _cut(tensor: Tensor, chunk: int, groups: int) -> Tensor:
-    """`[batch, sequence, n, width]` to `[batch, groups, n / groups, chunks, chunk, width]`."""
-    tensor = F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % chunk))
-    tensor = torch.unflatten(torch.unflatten(tensor, 2, (groups, -1)), 1, (-1, chunk))
-    return tensor.permute(0, 3, 4, 1, 2, 5)
-
-
-def _between(total: Tensor, documents: _Documents | None) -> Tensor:
-    """The decay between two tokens of a chunk, from the column's token to the row's."""
-    length = total.shape[-1]
-    allowed = torch.ones(length, length, dtype=torch.bool, device=total.device).tril()
-    if documents is not None:
-        allowed = allowed & documents.same
-    difference = total.unsqueeze(-1) - total.unsqueeze(-2)
-    # Masked before the exponential, which would overflow above the diagonal (inf * 0 is NaN).
-    return difference.masked_fill(~allowed, -torch.inf).exp()
 
 
 def _across_chunks(
@@ -148,23 +130,6 @@ def _across_chunks(
             kept = current * factor[..., None, None]
         current = kept + added[:, :, :, i]
     return torch.stack(entering, dim=3), current
-
-
-class _Documents:
-    """Masks of the tokens of a chunk that share a document, broadcast over groups and heads."""
-
-    def __init__(self, runs: Tensor, chunk: int) -> None:
-        extra = -runs.shape[1] % chunk
-        # Padding belongs to the last document, so that the final state is that document's.
-        padded = torch.cat((runs, runs[:, -1:].expand(-1, extra)), dim=1)
-        cut = torch.unflatten(padded, 1, (-1, chunk))[:, None, None]  # [batch, 1, 1, chunks, chunk]
-        last = cut[..., -1]
-        # The document of the state that enters each chunk; a given state is the first document's.
-        before = torch.cat((cut[..., :1, 0], last[..., :-1]), dim=-1)
-        self.same = cut.unsqueeze(-1) == cut.unsqueeze(-2)
-        self.reach_end = cut == last.unsqueeze(-1)
-        self.reach_start = cut == before.unsqueeze(-1)
-        self.pass_through = last == before
 
 
 def fixed_scan(
@@ -195,10 +160,10 @@ def fixed_scan(
         Like `x`, in float32.
     """
     length, groups, per = x.shape[1], b.shape[2], x.shape[2] // b.shape[2]
-    inputs = _cut(scale_rows(x.float(), steps), chunk, groups)
-    total = running_sum(_cut(decay.unsqueeze(-1), chunk, groups).squeeze(-1))
-    keys, queries = (_cut(part.float(), chunk, groups).squeeze(2) for part in (b, c))
-    documents = None if runs is None else _Documents(runs, chunk)
+    inputs = cut_chunks(scale_rows(x.float(), steps), chunk, groups)
+    total = running_sum(cut_chunks(decay.unsqueeze(-1), chunk, groups).squeeze(-1))
+    keys, queries = (cut_chunks(part.float(), chunk, groups).squeeze(2) for part in (b, c))
+    documents = None if runs is None else ChunkDocuments(runs, chunk)
 
     allowed = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     scores = for_each(matrix_products(queries, keys.transpose(-1, -2)), per, 2)

@@ -77,8 +77,8 @@ class ExpertRuns:
         if self.way == "grouped":
             # A product with ones, as torch has no sum of runs whose order is the same each time
             # and that needs no counts on the host. It takes rows of 16 bytes.
-            ones = rows.new_ones(len(rows), 16 // rows.element_size())
-            sums = F.grouped_mm(ones.t(), rows, offs=self.ends)
+            column = rows.new_ones(len(rows), 16 // rows.element_size())
+            sums = F.grouped_mm(column.t(), rows, offs=self.ends)
             return sums[:, 0].masked_fill(_without_rows(self.counts)[:, 0], 0)
         return torch.stack([part.sum(0) for part in torch.split(rows, self.sizes)])
 

@@ -31,11 +31,14 @@ EXPECTED = {
 
 def verdicts(text: str) -> dict[str, str]:
     """What caught each flipped low bit, by the rows of a table."""
-    rows = [line.split(" | ") for line in text.splitlines() if ", bit 16 |" in line]
-    flipped = [row[0].rpartition("| ")[2].removesuffix(", bit 16") for row in rows]
+    # The program puts the setup before each row.
+    lines = [line.partition("| ")[2] for line in text.splitlines() if ", bit 16 |" in line]
     return {
-        what: row[1].strip("`").removeprefix("caught by `").removeprefix("escaped")
-        for what, row in zip(flipped, rows, strict=True)
+        row[0].removesuffix(", bit 16"): row[1]
+        .strip("`")
+        .removeprefix("caught by `")
+        .removeprefix("escaped")
+        for row in (line.split(" | ") for line in lines)
     }
 
 

@@ -155,8 +155,10 @@ class BackwardStream:
         stream = self.elsewhere
         if stream is None:
             return NO_STREAM
-        stream.wait_stream(torch.cuda.current_stream(self._device.index))
+        # Where a layer has written the gradient there is nothing here to wait for. In a capture the
+        # leaf's stream may then be one that takes no part in it, and waiting would end the capture.
         if gradient is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._device.index))
             # Its memory must not be given to others on its own stream before this one has read it.
             local = gradient.to_local() if isinstance(gradient, ShardedTensor) else gradient
             local.record_stream(stream)

@@ -23,3 +23,9 @@ def test_a_job_of_nccl_alone_trains_and_its_hosts_agree_without_a_wait(on_rank_0
             end([list(lines) for lines in waits if of_lamina(lines)])
     """
     assert on_rank_0(text, (*TORCHRUN, "--nproc-per-node=2"), VGPU_DEVICES=2) == []
+
+
+def test_nccl_gives_the_bits_of_gloo(on_rank_0):
+    text = "import bits_of_gloo\nbits_of_gloo.main()"
+    settings = {"VGPU_DEVICES": 2, "VGPU_COMPUTE": "at-once"}
+    assert on_rank_0(text, (*TORCHRUN, "--nproc-per-node=2"), **settings) == []

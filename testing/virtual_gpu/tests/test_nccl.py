@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-MOVES = {"VGPU_COMPUTE": "at-once", "VGPU_DEVICES": "4", "OMP_NUM_THREADS": "1"}
+MOVES = {"VGPU_COMPUTE": "at-once", "VGPU_DEVICES": "8", "OMP_NUM_THREADS": "1"}
 BEGIN = """
 import json, os, sys, threading, torch, torch.distributed as dist
 from datetime import timedelta
@@ -336,7 +336,7 @@ shared = symmetric.rendezvous(block, dist.group.WORLD)
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_read_and_write_each_others_symmetric_memory(on_ranks, ranks):
     text = """
 shared.barrier()

@@ -273,6 +273,47 @@ def test_a_graph_replays_its_work_with_the_addresses_of_its_capture(program):
         assert program(text, VGPU_COMPUTE=order) == [[0.0, 8.0, 16.0, 24.0], 4, 24.0]
 
 
+def test_a_graph_whose_input_was_freed_reads_what_lies_there_now(program):
+    text = """
+        import json, torch
+        x, graph = torch.full((1000,), 3.0, device="cuda"), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            y = x * 2
+        place = x.data_ptr()
+        del x
+        other = torch.empty(1000, device="cuda")  # the allocator gives the same memory out again
+        assert other.data_ptr() == place
+        graph.replay()
+        fresh = y[0].item()
+        other.fill_(5.0)
+        graph.replay()
+        print(json.dumps([fresh, y[0].item()]))
+        """
+    assert program(text, VGPU_COMPUTE="at-once") == [6.0, 10.0]
+    fresh, after = program(text, VGPU_COMPUTE="adversarial")
+    assert (fresh != fresh, after) == (True, 10.0)  # under the adversary fresh memory is NaN
+
+
+def test_memory_that_another_stream_gets_is_nan_until_it_is_written(program):
+    text = """
+        import json, torch
+        side = torch.cuda.Stream()
+        x = torch.ones(1000, device="cuda")
+        place = x.data_ptr()
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.default_stream())
+            x.add_(1)
+        x.record_stream(side)
+        del x  # the block is free once the side stream has done its work
+        torch.cuda.synchronize()
+        again = torch.empty(1000, device="cuda")
+        print(json.dumps([again.data_ptr() == place, bool(again.isnan().all())]))
+        """
+    assert program(text, VGPU_COMPUTE="adversarial") == [True, True]
+    assert program(text, VGPU_COMPUTE="at-once") == [True, False]
+
+
 def test_work_that_fails_late_ends_the_streams_with_its_name(program):
     text = """
         import json, torch

@@ -40,40 +40,33 @@ EXPORT int cublasGetPointerMode_v2(Handle *handle, int *out) {
 }
 EXPORT int cublasGemmEx(Handle *h, int, int, int m, int n, int k, const void *, const void *, int type, int, const void *, int, int, const void *,
                         void *, int, int, int, int) {
-  product(h->stream, "cublasGemmEx", m, n, k, 1, type, false);
-  return kSuccess;
+  return product(h->stream, "cublasGemmEx", m, n, k, 1, type, false);
 }
 EXPORT int cublasGemmStridedBatchedEx(Handle *h, int, int, int m, int n, int k, const void *, const void *, int type, int, long long, const void *,
                                       int, int, long long, const void *, void *, int, int, long long, int batch, int, int) {
-  product(h->stream, "cublasGemmStridedBatchedEx", m, n, k, batch, type, false);
-  return kSuccess;
+  return product(h->stream, "cublasGemmStridedBatchedEx", m, n, k, batch, type, false);
 }
 EXPORT int cublasSgemm_v2(Handle *h, int, int, int m, int n, int k, const float *, const float *, int, const float *, int, const float *, float *,
                           int) {
-  product(h->stream, "cublasSgemm", m, n, k, 1, kFloat32, h->math == kTf32Mode);
-  return kSuccess;
+  return product(h->stream, "cublasSgemm", m, n, k, 1, kFloat32, h->math == kTf32Mode);
 }
 EXPORT int cublasSgemmStridedBatched(Handle *h, int, int, int m, int n, int k, const float *, const float *, int, long long, const float *, int,
                                      long long, const float *, float *, int, long long, int batch) {
-  product(h->stream, "cublasSgemmStridedBatched", m, n, k, batch, kFloat32, h->math == kTf32Mode);
-  return kSuccess;
+  return product(h->stream, "cublasSgemmStridedBatched", m, n, k, batch, kFloat32, h->math == kTf32Mode);
 }
 EXPORT int cublasDgemm_v2(Handle *h, int, int, int m, int n, int k, const double *, const double *, int, const double *, int, const double *,
                           double *, int) {
-  run_product(h->stream, "cublasDgemm", 2.0 * m * n * k, 8.0 * ((double)m * k + (double)n * k + (double)m * n), settings().fp32 / 2);
-  return kSuccess;
+  return run_product(h->stream, "cublasDgemm", 2.0 * m * n * k, 8.0 * ((double)m * k + (double)n * k + (double)m * n), settings().fp32 / 2);
 }
 EXPORT int cublasDgemmStridedBatched(Handle *h, int, int, int m, int n, int k, const double *, const double *, int, long long, const double *, int,
                                      long long, const double *, double *, int, long long, int batch) {
-  run_product(h->stream, "cublasDgemmStridedBatched", 2.0 * m * n * k * batch, 8.0 * batch * ((double)m * k + (double)n * k + (double)m * n),
+  return run_product(h->stream, "cublasDgemmStridedBatched", 2.0 * m * n * k * batch, 8.0 * batch * ((double)m * k + (double)n * k + (double)m * n),
               settings().fp32 / 2);
-  return kSuccess;
 }
 
 // Products of a matrix with a vector, and of two vectors: `elements` are read once.
 static int reduction(Handle *h, const char *what, double elements, int width) {
-  run_product(h->stream, what, 2 * elements, elements * width, settings().fp32);
-  return kSuccess;
+  return run_product(h->stream, what, 2 * elements, elements * width, settings().fp32);
 }
 #define VECTORS(letter, T)                                                                                                                        \
   EXPORT int cublas##letter##gemv_v2(Handle *h, int, int m, int n, const T *, const T *, int, const T *, int, const T *, T *, int) {              \
@@ -85,6 +78,5 @@ static int reduction(Handle *h, const char *what, double elements, int width) {
 VECTORS(S, float)
 VECTORS(D, double)
 EXPORT int cublasDotEx(Handle *h, int n, const void *, int type, int, const void *, int, int, void *, int, int) {
-  product(h->stream, "cublasDotEx", 1, 1, n, 1, type, false);
-  return kSuccess;
+  return product(h->stream, "cublasDotEx", 1, 1, n, 1, type, false);
 }

@@ -53,6 +53,5 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(void *, void *, Layout *, Layout *, La
 }
 EXPORT int cublasLtMatmul(void *, void *, const void *, const void *, Layout *a, const void *, Layout *, const void *, const void *, Layout *, void *,
                           Layout *d, const void *, void *, size_t, Stream *stream) {
-  product(stream, "cublasLtMatmul", d->rows, d->columns, a->rows * a->columns / d->rows, d->batch, a->type, false);
-  return kSuccess;
+  return product(stream, "cublasLtMatmul", d->rows, d->columns, a->rows * a->columns / d->rows, d->batch, a->type, false);
 }

@@ -92,8 +92,12 @@ static int launch_compiled(const void *handle, Dim3 grid, Dim3 block, void **arg
   return status;
 }
 
-void run_product(Stream *stream, const char *what, double operations, double bytes, double rate) {
+int run_product(Stream *stream, const char *what, double operations, double bytes, double rate) {
   LOCKED;
+  if (computes() && !vgpu_covered()) {
+    fprintf(stderr, "virtual GPU: the product %s has no arithmetic: no operator of torch asks for it\n", what);
+    return kProductNotSupported;
+  }
   const double seconds = std::max({settings().shortest_kernel, operations / rate, bytes / settings().memory_rate});
   Count &count = record().products[what];
   count.times++, count.amount += seconds;
@@ -101,6 +105,7 @@ void run_product(Stream *stream, const char *what, double operations, double byt
   record().operations += operations;
   host_spends(settings().launch);
   enqueue(stream, of_kernel(seconds), nullptr, true);
+  return kSuccess;
 }
 
 void run_collective(Stream *stream, const char *what, double bytes, const Times &seconds) {

@@ -198,7 +198,9 @@ bool capture_forbids();                         // whether a call is refused, an
 Times enqueue(Stream *handle, const Times &seconds, Kernel *kernel = nullptr, bool fills = false);
 
 // A library's product of `operations` over `bytes`; `rate` is one of the settings' rates.
-void run_product(Stream *stream, const char *what, double operations, double bytes, double rate);
+// A product outside any operator of torch would leave garbage where values are computed: it is refused.
+constexpr int kProductNotSupported = 15;  // of cublasStatus_t
+int run_product(Stream *stream, const char *what, double operations, double bytes, double rate);
 void run_collective(Stream *stream, const char *what, double bytes, const Times &seconds);
 
 // ---- memory

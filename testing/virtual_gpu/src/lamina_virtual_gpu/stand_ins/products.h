@@ -30,8 +30,8 @@ inline double width_of(int type) {
   }
 }
 
-inline void product(Stream *stream, const char *what, double m, double n, double k, double batch, int type, bool tf32) {
-  run_product(stream, what, 2 * m * n * k * batch, (m * k + n * k + m * n) * batch * width_of(type), rate_of(type, tf32));
+inline int product(Stream *stream, const char *what, double m, double n, double k, double batch, int type, bool tf32) {
+  return run_product(stream, what, 2 * m * n * k * batch, (m * k + n * k + m * n) * batch * width_of(type), rate_of(type, tf32));
 }
 
 }  // namespace virtual_gpu

@@ -39,7 +39,8 @@ def dry_run(arguments: list[str]) -> None:
         check(config, ranks)
         with init_distributed("fake", rank=0, world_size=ranks):
             about = describe_run(config, config.layout().build("cpu"))
-        print(*unused(config, "cuda"), *about, planned(config, ranks), sep="\n")
+            written = [what_it_writes(config)]
+        print(*unused(config, "cuda"), *about, planned(config, ranks), *written, sep="\n")
 
 
 def ranks_of(config: Config) -> int:
@@ -65,6 +66,26 @@ def describe_run(config: Config, mesh: ParallelMesh) -> list[str]:
         f"\n{mesh.layout.world_size} ranks, planned by this one process, which uses no device"
         f"\n{mesh.describe(max_ranks=8).partition(chr(10))[2]}\n",
     ]
+
+
+def what_it_writes(config: Config) -> str:
+    """A line on what the run will put on the disk."""
+    # Of each parameter the main weight and AdamW's two moments, in fp32 whatever the precision.
+    nbytes = 3 * 4 * whole_size(_shape(config))
+    # A run says whether its steps were healthy, so the checkpoint before the newest stays too.
+    every, keep = config.checkpoint.every, max(2, config.checkpoint.keep)
+    number = -(-config.train.steps // every)
+    # The oldest one goes when the next one is whole.
+    most = min(number, keep + 1)
+    return (
+        f"\ndisk: {config.run.directory or 'the directory of the run'} gets {number} checkpoints "
+        f"of {_size(nbytes)}, one in {every} steps and one at the end, of which {keep} stay: up to "
+        f"{_size(most * nbytes)} at once, beside the tokenised text and some MiB of records"
+    )
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def planned(config: Config, ranks: int) -> Plan:

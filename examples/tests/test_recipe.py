@@ -249,6 +249,31 @@ def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path, printed):
         assert kept - weights < size(printed, "activations") < 1.5 * kept
 
 
+def words_to_save(directory: Path) -> list[str]:
+    return settings(directory, "llama3-8b", "--checkpoint.every", "1", "--checkpoint.keep", "1")
+
+
+@pytest.fixture
+def printed_of_saves(dry_run: Callable[..., Ended], tmp_path: Path) -> str:
+    return plan(dry_run, *words_to_save(tmp_path))
+
+
+@pytest.mark.ranks(1, timeout=120)
+def test_a_plan_says_what_a_run_writes_to_the_disk(tmp_path, printed_of_saves):
+    (said,) = re.findall(
+        r"gets (\d+) checkpoints of ([\d.]+) MiB.* ([\d.]+) MiB at", printed_of_saves
+    )
+    number, each, most = map(float, said)
+    assert number == STEPS
+    assert most == pytest.approx(3 * each, abs=0.03)
+    train_here(tmp_path / "run", words_to_save(tmp_path))
+    kept = list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert len(kept) == 2
+    for folder in kept:
+        written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        assert written == pytest.approx(each * 2**20, rel=0.1)  # names weigh something
+
+
 def test_a_plan_takes_no_memory_for_what_it_counts(dry_run):
     words = ["--model", "llama3-70b", "--model.num-layers", "2", "--mesh", "dp_shard=8"]
     done = dry_run(*words)

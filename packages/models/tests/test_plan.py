@@ -13,14 +13,23 @@ import pytest
 import torch
 
 from lamina.mesh import ParallelLayout
-from lamina.models import TransformerConfig
+from lamina.models import (
+    GPTModel,
+    LatentAttention,
+    LayerSpec,
+    MambaConfig,
+    MoEConfig,
+    TransformerConfig,
+    parallel_types,
+)
+from lamina.models.mamba import GatedDeltaNet
 from lamina.models.plan import Call, Job, StepRecorder, machine, plan, search, standstill
 from lamina.models.plan.clock import message_seconds, replay
 from lamina.models.plan.command import _parser, layout_of, main
 from lamina.models.plan.constants import Costs
 from lamina.models.plan.job import play
 from lamina.models.plan.pipeline_clock import pipeline_order, simulate
-from lamina.models.plan.preflight import complaints, switched_off
+from lamina.models.plan.preflight import complaints, switched_off, waits_of, wrong_types
 from lamina.models.plan.recorder import Message, Operation, StepRecord
 
 CONFIG = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=6, num_heads=4, ffn_size=128)
@@ -185,6 +194,50 @@ def test_a_check_names_the_memory_that_is_missing_and_settings_without_effect(mo
     assert "too little" in first
     assert "schedule='gpipe' does nothing" in second
     assert complaints(replace(planned, job=replace(planned.job, schedule="1f1b"))) == []
+
+
+NET = GatedDeltaNet(key_heads=2, value_heads=4, key_width=16, value_width=16)
+KINDS = {
+    "delta nets beside experts": {
+        "layers": (LayerSpec(attention=NET),) * 3 + (LayerSpec(),),
+        "moe": MoEConfig(num_experts=8, top_k=2, ffn_size=32), "num_layers": 4,
+    },
+    "letters": {
+        "layer_pattern": "M*M-", "num_layers": 4,
+        "mamba": MambaConfig(state_size=16, head_dim=16, groups=2),
+    },
+    "latent attention": {
+        "mla": LatentAttention(kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16,
+                               qk_rope_head_dim=16, v_head_dim=16),
+        "moe": MoEConfig(num_experts=8, top_k=2, ffn_size=32, first_dense=1), "num_layers": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "axes", [{"dp_shard": 4}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 1}], ids=str
+)
+def test_layers_of_every_kind_are_checked(kind, axes, monkeypatch):
+    pytest.importorskip("spmd_types")
+    config = replace(CONFIG, **KINDS[kind])
+    layout = ParallelLayout(**axes)
+    ranks = layout.pp * layout.tp * layout.dp_shard
+    job = replace(
+        JOB, config=config, ranks=ranks, layout=layout, batch=4, microbatches=2 * layout.pp
+    )
+    checked: list[set[str]] = []
+    original = parallel_types.check_types
+
+    def check_types(model, *arguments, **named):
+        checked.append({type(module).__name__ for module in model.modules()})
+        return original(model, *arguments, **named)
+
+    monkeypatch.setattr(parallel_types, "check_types", check_types)
+    assert wrong_types(job) == []
+    assert waits_of(job) == []
+    whole = {type(module).__name__ for module in GPTModel(config).modules()}
+    assert checked[0] >= whole - {"Linear"}  # cut over ranks, it is another class
 
 
 def test_experts_axes_without_experts_do_nothing():

@@ -245,7 +245,7 @@ class TransformerConfig:
         max_sequence_length: the longest sequence; the number of rows of learned positions.
         activation: `gelu` (exact), `gelu_tanh` (GPT-2's), `gelu_sigmoid` (CLIP's), `relu`, `relu2`
             (squared, So et al., 2021), `silu`; with a gate `swiglu`, `geglu` or `geglu_tanh`
-            (Shazeer, 2020); or an `Activation` of your own.
+            (Shazeer, 2020), or `swiglu_clamped` (gpt-oss, 2025); or an `Activation` of your own.
         norm: `rmsnorm` or `layernorm`; `layernorm_unbiased` has no bias, and `rmsnorm_plain` and
             `layernorm_plain` no parameters; in `rmsnorm_zero` and `layernorm_zero` the factor is
             1 + weight; or a `NormPart` of your own.

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 import torch
 
 from lamina.mesh import ParallelLayout, init_distributed
+from lamina.models.attention.latent_attention import LatentAttention
+from lamina.models.base.config import LayerSpec, TransformerConfig
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.plan.constants import GIB
 from lamina.models.plan.job import Job, play
@@ -66,10 +68,14 @@ def _small(job: Job) -> Job:
     if not fits:
         sizes["ep"] = sizes["expert_tp"] = 1
     passes = min(job.microbatches, 2 * sizes["pp"]) if sizes["pp"] > 1 else min(job.microbatches, 2)
-    stages = len(job.stage_sizes) // layout.pp * sizes["pp"]
-    layers = max(1, 1 if job.config.moe is None else job.config.moe.first_dense + 1)
-    config = replace(job.config, num_layers=layers * stages if layout.pp > 1 else layers)
-    stage = (layers,) * stages if layout.pp > 1 else None
+    stages = len(job.stage_sizes) // layout.pp * sizes["pp"] if layout.pp > 1 else 1
+    specs = _layers_of_each_kind(job.config)
+    moe = job.config.moe
+    config = replace(
+        job.config, layers=specs * stages, layer_pattern=None, num_layers=len(specs) * stages,
+        moe=None if moe is None else replace(moe, first_dense=0, every=1),
+    )  # fmt: skip
+    stage = (len(specs),) * stages if layout.pp > 1 else None
     sequence = min(job.sequence, 128 * sizes["cp"])
     return replace(
         job, config=config, ranks=ranks, layout=ParallelLayout(**sizes), batch=passes,
@@ -77,22 +83,53 @@ def _small(job: Job) -> Job:
     )  # fmt: skip
 
 
+def _layers_of_each_kind(config: TransformerConfig) -> tuple[LayerSpec, ...]:
+    """One specification for each kind of layer, experts or none of them included."""
+    kinds = []
+    for at, letter in enumerate(config.pattern):
+        changes = dict(config.layers[at].changes) if config.layers else {}
+        moe = config.of_layer(at).moe
+        if moe is not None and letter == "T":
+            # Which layers have experts follows from their place, and these are in others.
+            own = replace(moe, first_dense=0, every=1)
+            changes["moe"] = own if config.has_experts(at) else None
+        kinds.append(LayerSpec(letter, **changes))
+    return tuple(dict.fromkeys(kinds))
+
+
+def _narrow(config: TransformerConfig) -> TransformerConfig:
+    """The config with small widths, as types need no others, and nothing that is drawn."""
+    width = config.num_heads * 8
+    changes: dict[str, object] = {
+        "hidden_size": width, "head_dim": 8, "ffn_size": 4 * width, "vocab_size": 256,
+        "dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0,
+    }  # fmt: skip
+    kept = ("head_dim", *(name for name, value in changes.items() if value == 0.0))
+    if isinstance(latent := config.attention_variant, LatentAttention):
+        small = replace(
+            latent, kv_lora_rank=16, q_lora_rank=None if latent.q_lora_rank is None else 16,
+            qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+        )  # fmt: skip
+        changes |= {"mla": None, "attention": small, "head_dim": None}
+    if config.mamba is not None and config.mamba.num_heads is None:
+        changes["mamba"] = replace(config.mamba, head_dim=8)
+    layers = tuple(
+        LayerSpec(spec.letter, **{n: v for n, v in spec.changes if n not in kept})
+        for spec in config.layers or ()
+    )
+    return replace(config, **{**changes, "layers": layers})  # type: ignore[arg-type]
+
+
 def wrong_types(job: Job) -> list[str]:
     """What `lamina.models.parallel_types` says of the model on a small mesh."""
     if find_spec("spmd_types") is None:
         return ["types of parallelism are not checked: pip install lamina-models[types]"]
-    if job.make is not None or job.recompute == "offload" or job.config.layer_pattern is not None:
-        return []
+    if job.make is not None:
+        return ["types of parallelism are not checked: the model is not of lamina.models"]
     from lamina.models.parallel_types import ParallelTypeError, check_types
 
     small = _small(job)
-    width = small.config.num_heads * 8
-    config = replace(
-        small.config, hidden_size=width, head_dim=8, ffn_size=4 * width, vocab_size=256,
-        dropout=0.0, attention_dropout=0.0,
-    ) if small.config.mla is None else small.config  # fmt: skip
-    if small.config.mla is not None:
-        return []
+    config = _narrow(small.config)
     with init_distributed("fake", rank=0, world_size=small.ranks):
         mesh = small.layout.build("cpu")
         ids = torch.zeros(1, small.sequence, dtype=torch.int64)

@@ -29,6 +29,21 @@ def test_every_mode_of_a_model_trains_without_a_wait(on_rank_0):
     assert not any(what.startswith("cudaMemcpyAsync host to device") for what in waits)
 
 
+def test_what_follows_numbers_on_the_device_trains_like_one_process(on_rank_0):
+    """`varlen`, experts of any load over ep, images, delta nets, pipelines: with arithmetic."""
+    rows = on_rank_0(
+        "import modes_with_values; modes_with_values.main()",
+        (*TORCHRUN, "--nproc-per-node=2"), VGPU_DEVICES=2, VGPU_COMPUTE="at-once",
+    )  # fmt: skip
+    assert len(rows) == 10
+    # The first mode multiplies in bf16, as its kernel takes nothing wider.
+    wrong = [
+        row for row in rows
+        if "error" in row or row["apart"] > (2e-3 if row["mode"] == "varlen" else 1e-6)
+    ]  # fmt: skip
+    assert not wrong, "\n".join(map(str, wrong))
+
+
 def test_a_checkpoint_is_staged_in_pinned_memory_and_its_writer_waits(on_rank_0):
     """Without a comparison of replicas nothing waits in `save`. With it, one small copy does."""
     text = """

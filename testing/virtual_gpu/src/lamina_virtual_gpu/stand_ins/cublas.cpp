@@ -64,6 +64,22 @@ EXPORT int cublasDgemmStridedBatched(Handle *h, int, int, int m, int n, int k, c
               settings().fp32 / 2);
 }
 
+// Triangular systems: half the operations of a product with the matrix, which stands on the left (side 0) or on the right.
+static int triangular(Handle *h, const char *what, int side, int m, int n, int batch, int width) {
+  const double rows = side == 0 ? m : n, columns = side == 0 ? n : m;
+  return run_product(h->stream, what, rows * rows * columns * batch, width * batch * (rows * rows / 2 + 2.0 * m * n), settings().fp32 * 4 / width);
+}
+#define TRIANGULAR(letter, T)                                                                                                                       \
+  EXPORT int cublas##letter##trsm_v2(Handle *h, int side, int, int, int, int m, int n, const T *, const T *, int, T *, int) {                       \
+    return triangular(h, "cublas" #letter "trsm", side, m, n, 1, sizeof(T));                                                                        \
+  }                                                                                                                                                 \
+  EXPORT int cublas##letter##trsmBatched(Handle *h, int side, int, int, int, int m, int n, const T *, const T *const *, int, T *const *, int,       \
+                                         int batch) {                                                                                               \
+    return triangular(h, "cublas" #letter "trsmBatched", side, m, n, batch, sizeof(T));                                                             \
+  }
+TRIANGULAR(S, float)
+TRIANGULAR(D, double)
+
 // Products of a matrix with a vector, and of two vectors: `elements` are read once.
 static int reduction(Handle *h, const char *what, double elements, int width) {
   return run_product(h->stream, what, 2 * elements, elements * width, settings().fp32);

@@ -103,6 +103,7 @@ class _AddToRuns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, vectors: Tensor, runs: ExpertRuns) -> Tensor:
         ctx.runs = runs
+        # Without the length the host would have to wait for the counts.
         return rows + vectors.repeat_interleave(runs.counts, dim=0, output_size=len(rows))
 
     @staticmethod

@@ -92,7 +92,7 @@ class LoopMoE(nn.Module):
         chosen = self.chosen = self.choose(scores.detach())
         weights = torch.stack([scores[t][chosen[t]] for t in range(len(chosen))])
         if moe.normalize_weights:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + moe.weights_eps)
         weights = weights * moe.weight_scale
         real = [t for t in range(len(chosen)) if self.padding is None or not self.padding[t]]
         kept = self.kept_copies(chosen, weights, set(real))

@@ -210,7 +210,6 @@ def test_a_few_of_them(kind, other):
 
 def test_a_refused_type_is_told_what_is_missing():
     for kind, words in {
-        "lfm2_moe": "which lacks .*use_expert_bias=True",
         "jetmoe": "nearest is .*, which lacks",
         "diffllama": r"nearest is llama, which lacks lambda_std_dev=0\.1",
     }.items():

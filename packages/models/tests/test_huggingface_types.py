@@ -134,6 +134,7 @@ A_PART_EACH = {
     "kolibri1": "experts chosen by logits",
     "axk1": "a norm after experts alone",
     "lfm2": "short convolutions in the place of attention",
+    "lfm2_moe": "an epsilon of the router's weights",
     "nemotron_h": "Mamba, attention, MLP and experts without gates in one stack",
 }
 

@@ -80,6 +80,7 @@ def compare(layer, x, **about):
         LOSSES,
         {"scores": "sigmoid", "num_groups": 2, "weight_scale": 2.5, "shared_ffn_size": 8},
         {"top_k": 3, "normalize_weights": False} | LOSSES,
+        {"weights_eps": 0.3, "scores": "sigmoid"} | LOSSES,
         {"capacity_factor": 0.6} | LOSSES,
         {"capacity_factor": 0.6, "drop": "position", "pad_to_capacity": True},
         {"top_k": 1, "num_experts": 6, "normalize_weights": False},

@@ -44,9 +44,9 @@ def row_softmax(x: Tensor) -> Tensor:
     return to_one((x - x.detach().amax(dim=-1, keepdim=True)).exp())
 
 
-def to_one(x: Tensor) -> Tensor:
+def to_one(x: Tensor, eps: float = 1e-20) -> Tensor:
     """Each row divided by its sum; a gradient's sum is as that of `row_softmax`."""
-    total = row_sum(x) + 1e-20
+    total = row_sum(x) + eps
     return scale_rows(x, 1.0 / total.squeeze(-1)) if x.is_cuda else x / total
 
 

@@ -149,7 +149,7 @@ class TopKRouter(FixedSums, nn.Module):
             experts = experts.sort(dim=-1).values  # a token's results are added in this order
         weights = scores.gather(1, experts)
         if moe.normalize_weights:
-            weights = self._to_one(weights)
+            weights = self._to_one(weights, moe.weights_eps)
         weights = weights * moe.weight_scale
         if padding is not None:
             experts = experts.masked_fill(padding.unsqueeze(-1), moe.num_experts)
@@ -264,9 +264,9 @@ class TopKRouter(FixedSums, nn.Module):
             x, 1.0 - jitter, 1.0 + jitter, derive_seed(self.init_seed or 0, "jitter")
         )
 
-    def _to_one(self, x: Tensor) -> Tensor:
+    def _to_one(self, x: Tensor, eps: float = 1e-20) -> Tensor:
         """Each row divided by its sum."""
-        return to_one(x) if self.layout_invariant else x / (x.sum(-1, keepdim=True) + 1e-20)
+        return to_one(x, eps) if self.layout_invariant else x / (x.sum(-1, keepdim=True) + eps)
 
     def _sequences(self, logits: Tensor, shape: tuple[int, int] | None) -> Tensor | None:
         """The sequence of each token, for `sequence_loss`."""

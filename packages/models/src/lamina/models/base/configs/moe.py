@@ -39,6 +39,7 @@ class MoEConfig:
         normalize_weights: the weights of a token's experts are scaled to sum to one. It must be
             False with a `top_k` of 1, because the weight would always be 1 and the router would
             learn nothing.
+        weights_eps: added to that sum before the division.
         chosen_by: what experts are chosen by, before their bias: their `scores`, or the `logits`
             that scores are made from (Kolibri 1).
         weight_scale: multiplies the weights (DeepSeek's routed scaling factor).
@@ -94,6 +95,7 @@ class MoEConfig:
     every: int = 1
     scores: Scores = "softmax"
     normalize_weights: bool = True
+    weights_eps: float = 1e-20
     chosen_by: Literal["scores", "logits"] = "scores"
     weight_scale: float = 1.0
     num_groups: int = 1
@@ -152,10 +154,14 @@ class MoEConfig:
                 "top_k 1 with normalize_weights=True: a token's one weight would always be 1, and "
                 "the router would learn nothing from the loss; set normalize_weights=False"
             )
+        if not self.weights_eps > 0.0:
+            raise ValueError(f"weights_eps is {self.weights_eps}: it must be positive")
         if not 0.0 <= self.jitter < 1.0:
             raise ValueError(f"jitter is {self.jitter}: it must be in [0, 1)")
         require_at_least(0, self, "switch_loss", "sequence_loss", "global_loss", "z_loss")
         require_at_least(0, self, "bias_rate", optional=True)
+        if not self.normalize_weights:
+            refuse_unread(self, ["weights_eps"], "normalize_weights=False divides by no sum")
         if not self.global_loss:
             refuse_unread(self, ["global_loads"], "global_loss=0 reads no loads")
         if self.shared_ffn_size is None:

@@ -23,7 +23,7 @@ from lamina.models import (
 from lamina.models.huggingface.known_types import known_types
 from lamina.models.huggingface.model_types import Field, ModelType
 from lamina.models.layers.mlp import ActivationFunction
-from lamina.models.mamba import ShortConvolution
+from lamina.models.mamba import GatedDeltaNet, ShortConvolution
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -394,9 +394,11 @@ FIRST = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "
 
 def axes_of(config: TransformerConfig) -> str:
     """The axes over which tests train the parts that a model is made of."""
-    axes = ["dp", "tp", "sp", "pp", *(["cp"] if config.mamba is None else [])]
-    if any(isinstance(each.attention, ShortConvolution) for each in config.distinct_layers):
-        axes = ["dp", "tp", "sp"]
+    kinds = [each.attention for each in config.distinct_layers]
+    whole = any(isinstance(kind, ShortConvolution | GatedDeltaNet) for kind in kinds)
+    axes = ["dp", "tp", "sp", "pp", *(["cp"] if config.mamba is None and not whole else [])]
+    if any(isinstance(kind, ShortConvolution) for kind in kinds):
+        axes.remove("pp")
     return ", ".join([*axes, *(["ep"] if config.moe is not None else [])])
 
 

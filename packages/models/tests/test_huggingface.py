@@ -270,6 +270,9 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,  # the model card says 20.91 and 116.83 billion
+    "gpt-oss-120b": 116_829_156_672,
+    "qwen3-next-80b-a3b": 79_674_391_296,  # as of transformers' model of its config
     "deepseek-v3": 671_026_404_352,  # without the bias per expert and multi-token prediction
 }
 

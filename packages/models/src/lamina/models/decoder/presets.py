@@ -6,10 +6,13 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
+from lamina.models.attention.gated_attention import GatedAttention
 from lamina.models.attention.latent_attention import LatentAttention
-from lamina.models.base.config import TransformerConfig
+from lamina.models.base.config import LayerSpec, TransformerConfig
+from lamina.models.base.configs.elements import AttentionScores
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.configs.rope import RopeScaling, yarn_magnitude
+from lamina.models.mamba.delta_net import GatedDeltaNet
 
 
 def _sized(*sizes: int, **shape: Any) -> TransformerConfig:
@@ -61,6 +64,33 @@ def _qwen3_moe(hidden_size: int, num_layers: int, num_heads: int, inner: int) ->
     return _qwen3(*sizes, num_kv_heads=4, moe=moe)
 
 
+def _gpt_oss(num_layers: int, num_experts: int) -> TransformerConfig:
+    """Attention in windows of 128 tokens and over all of them, in turns (OpenAI, 2025)."""
+    return _sized(
+        *(2880, num_layers, 64, 2880),
+        vocab_size=201088,
+        num_kv_heads=8,
+        head_dim=64,
+        max_sequence_length=131072,
+        norm_eps=1e-5,
+        rope_theta=150_000.0,
+        rope_scaling=RopeScaling(
+            kind="yarn", factor=32.0, original_length=4096, beta_fast=32.0, beta_slow=1.0,
+            truncate=False,
+        ),
+        attention_bias=True,
+        scores=AttentionScores(sinks=True),
+        activation="swiglu_clamped",
+        sliding_window=128,
+        layers=(LayerSpec(), LayerSpec(sliding_window=None)) * (num_layers // 2),
+        moe=MoEConfig(
+            num_experts=num_experts, top_k=4, ffn_size=2880, bias=True, router_bias=True,
+            chosen_by="logits", global_loss=1e-3,
+        ),
+        huggingface_type="gpt_oss",
+    )  # fmt: skip
+
+
 _PRESETS: dict[str, TransformerConfig] = {
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
@@ -90,6 +120,31 @@ _PRESETS: dict[str, TransformerConfig] = {
     ),
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "qwen3-next-80b-a3b": _sized(  # Qwen team, 2025, without its module for further tokens
+        *(2048, 48, 16, 5632),
+        vocab_size=151936,
+        num_kv_heads=2,
+        head_dim=256,
+        max_sequence_length=262144,
+        norm="rmsnorm_zero",
+        norm_eps=1e-6,
+        rope_theta=10_000_000.0,
+        rotary_fraction=0.25,
+        qk_norm=True,
+        attention=GatedAttention(in_queries=True),
+        layers=(*(LayerSpec(attention=GatedDeltaNet()),) * 3, LayerSpec()) * 12,
+        moe=MoEConfig(
+            num_experts=512,
+            top_k=10,
+            ffn_size=512,
+            shared_ffn_size=512,
+            shared_gate=True,
+            global_loss=1e-3,
+        ),
+        huggingface_type="qwen3_next",
+    ),
     "deepseek-v3": _sized(  # DeepSeek-AI, 2024, without its module that predicts further tokens
         *(7168, 61, 128, 18432),
         vocab_size=129280,

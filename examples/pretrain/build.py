@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import lamina.fsdp as fsdp
 import lamina.models as models
 from lamina.ddp import DataParallel, HealthMonitor, ReplicaMonitor
 from lamina.mesh import ParallelMesh
+from lamina.models.mamba import GatedDeltaNet
 
 Sharded = fsdp.ShardedModule | DataParallel | models.PipelineRunner
 _BLOCKS = (models.TransformerBlock, models.ResidualBlock)
@@ -87,6 +89,8 @@ def model_shape(config: Config, vocab_size: int) -> Shape:
         vision = vision and replace(vision, **sizes)
     given = ("num_layers", "hidden_size", "num_heads", "num_kv_heads")
     changes: dict[str, Any] = {key: value for key in given if (value := getattr(config.model, key))}
+    if number := changes.get("num_layers"):
+        changes |= _repeated(number, shape.layer_pattern, shape.layers)
     changes["dropout"] = config.model.dropout
     changes["attention_dropout"] = config.model.dropout if shape.attention_dropout else 0.0
     if config.train.precision == "fp8":
@@ -107,8 +111,9 @@ def model_shape(config: Config, vocab_size: int) -> Shape:
 def _tiny(shape: models.TransformerConfig) -> models.TransformerConfig:
     """Four layers of the same kinds, of widths that tp up to 4 and FP8 can cut."""
     changes: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "ffn_size": 128}
-    if shape.layer_pattern is not None:
-        changes["layer_pattern"] = ("".join(dict.fromkeys(shape.layer_pattern)) * 4)[:4]
+    letters = "".join(dict.fromkeys(shape.layer_pattern or ""))
+    specs = tuple(map(_tiny_spec, dict.fromkeys(shape.layers or ())))
+    changes |= _repeated(4, letters, specs)
     if shape.mla is not None:
         changes["mla"] = models.LatentAttention(
             kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=8
@@ -128,6 +133,27 @@ def _tiny(shape: models.TransformerConfig) -> models.TransformerConfig:
             first_dense=min(1, shape.moe.first_dense), **grouped,
         )  # fmt: skip
     return replace(shape, **changes)
+
+
+def _tiny_spec(spec: models.LayerSpec) -> models.LayerSpec:
+    """The same kind of layer, with a gated delta net of few and narrow heads if it has one."""
+    changes = dict(spec.changes)
+    if isinstance(net := changes.get("attention"), GatedDeltaNet):
+        sizes = {"key_heads": 4, "value_heads": 8, "key_width": 8, "value_width": 8}
+        changes["attention"] = replace(net, **sizes)
+    return models.LayerSpec(spec.letter, **changes)
+
+
+def _repeated(
+    number: int, letters: str | None, specs: tuple[models.LayerSpec, ...] | None
+) -> dict[str, Any]:
+    """The kinds of so many layers, in the order in which they stand in a model."""
+    repeated: dict[str, Any] = {}
+    if letters:
+        repeated["layer_pattern"] = "".join(islice(cycle(letters), number))
+    if specs:
+        repeated["layers"] = tuple(islice(cycle(specs), number))
+    return repeated
 
 
 def _describe(

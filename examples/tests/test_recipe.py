@@ -38,6 +38,8 @@ from lamina_testing.programs import Ended, run_ranks
         ("llama3-8b", "tp=2", "--recompute selective"),
         ("llama3-70b", "pp=2", ""),
         ("mixtral-8x7b", "ep=2,dp_shard=-1", "--train.strategy 1"),
+        ("gpt-oss-20b", "ep=2,dp_shard=-1", ""),
+        ("qwen3-next-80b-a3b", "tp=2", "--recompute selective"),
         ("vision-language", "dp_replicate=2,dp_shard=1", ""),
     ],
 )

@@ -185,7 +185,12 @@ def test_experts_over_ranks_are_stored_as_all_experts(tmp_path, axis):
 
     def experts(mesh: object) -> torch.nn.Module:
         torch.manual_seed(0)
-        return GroupedExperts(4, 8, 12, mesh)
+        made = GroupedExperts(4, 8, 12, mesh, bias=True)
+        numbers = torch.arange(made.first, made.first + len(made.up)) + 1.0
+        with torch.no_grad():  # each expert's are others
+            for bias in (made.up_bias, made.down_bias):
+                bias.copy_(numbers[:, None, None].expand_as(bias))
+        return made
 
     cut, alone = experts(mesh), experts(None)
     optimizer, plain = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (cut, alone))

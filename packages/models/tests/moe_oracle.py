@@ -108,7 +108,9 @@ class LoopMoE(nn.Module):
             if pairs:
                 index = torch.tensor([t for t, _ in pairs])
                 weight = torch.stack([weights[t, j] for t, j in pairs])
-                biases = [x[expert] for x in (self.up_bias, self.down_bias)] if moe.bias else []
+                biases = (
+                    [x[expert, :, 0] for x in (self.up_bias, self.down_bias)] if moe.bias else []
+                )
                 result = self.mlp(flat[index], self.up[expert], self.down[expert], *biases)
                 out = out.index_add(0, index, result * weight[:, None])
         if hasattr(self, "shared_up"):

@@ -113,7 +113,7 @@ class Oracle:
                 self.layers[f"blocks.{index}.{name}"] = layer
         self.optimizer = optimizer_of(case, self.model.parameters())
         if case.muon:
-            no_matrices = re.compile(r"norm|embedding|head")
+            no_matrices = re.compile(r"norm|embedding|head|bias")
             self.optimizer = PlainMuon(
                 self.model, 0.05, 0.01, lambda name: not no_matrices.search(name)
             )

@@ -142,6 +142,7 @@ def test_every_strategy_equals_one_process_on_every_layout(layout, strategy, mic
 MUON = {
     "tp 2": Case({"tp": 2}, config={"sequence_parallel": True}),
     "ep 2": Case({"ep": 2}, BALANCED),
+    "ep 2, biases": Case({"ep": 2}, BIASES | BALANCED, config=CLAMPED),
     "expert_tp 2": Case({"tp": 2, "expert_tp": 2}, BALANCED, strategy=0),
     "ep 2, tp 2": Case({"dp_shard": 2, "tp": 2, "ep": 2}, BALANCED, strategy="ddp, sharded",
                        config={"sequence_parallel": True}),

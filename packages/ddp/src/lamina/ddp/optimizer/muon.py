@@ -163,6 +163,7 @@ def _split(module: nn.Module) -> list[dict[str, Any]]:
     matrices: dict[int, nn.Parameter] = {}
     for name, path, _, parameter in owned:
         of_experts = parameter.ndim == 3 and role_of(parameter).expert
+        of_experts = of_experts and min(parameter.shape[1:]) > 1  # a bias is a column
         is_weight = parameter.ndim == 2 and name == "weight" and parameter.shape not in tables
         if of_experts or (is_weight and not re.search(_NO_MATRICES, path)):
             matrices[id(parameter)] = parameter

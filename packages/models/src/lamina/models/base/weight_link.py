@@ -25,7 +25,7 @@ class WeightLink:
         stack: ours is a stack of this many matrices, `[stack, rows, ...]`; None is one matrix.
         stacked: theirs is one tensor, a stack as ours (gpt-oss).
         kernel: the shape of a row of theirs, whose elements are one dimension of ours (a
-            convolution's); None is as ours.
+            convolution's; () is a number, where ours has a column); None is as ours.
         in_memory: the name of the tensor of the same shape in a `transformers` model in memory,
             or names in place of `theirs`, if these differ from the names in files.
     """
@@ -51,7 +51,7 @@ class WeightLink:
             inverse = torch.tensor(self.order, device=tensor.device).argsort()
             tensor = tensor.index_select(int(self.stacked), inverse)
         if self.kernel is not None:
-            tensor = tensor.view(-1, *self.kernel)
+            tensor = tensor.reshape(*tensor.shape[: 1 + self.stacked], *self.kernel)
         parts = (tensor,) if self.rows is None else torch.split(tensor, list(self.rows))
         return tuple((part.mT if self.transposed else part).contiguous() for part in parts)
 
@@ -63,12 +63,13 @@ class WeightLink:
                 raise ValueError(f"{name} has {len(part)} rows, and by its config it has {rows}")
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.kernel is not None:
-            if whole.shape[1:] != self.kernel:
+            leading = whole.shape[: 1 + self.stacked]
+            if whole.shape[len(leading) :] != self.kernel:
                 raise ValueError(
-                    f"{self.theirs[0]} has rows {list(whole.shape[1:])}, and by its config they "
+                    f"{self.theirs[0]} is {list(whole.shape)}, and by its config its rows "
                     f"are {list(self.kernel)}"
                 )
-            whole = whole.flatten(1)
+            whole = whole.reshape(*leading, -1)
         if self.order is not None:
             order = torch.tensor(self.order, device=whole.device)
             whole = whole.index_select(int(self.stacked), order)

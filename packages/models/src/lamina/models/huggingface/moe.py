@@ -90,6 +90,7 @@ def moe_links(
                 tuple(each),
                 rows=(rows,) * len(each),
                 stack=moe.num_experts,
+                kernel=() if end else None,
                 in_memory=f"{memory}.experts.{stacked}{end}",
             )
     if moe.shared_ffn_size is not None:

@@ -235,7 +235,7 @@ class GroupedExperts(FixedSums, nn.Module):
 
     `up` is `[experts, ffn, hidden]`, with SwiGLU `[experts, 2 * ffn, hidden]` with the gate's
     rows first; `down` is `[experts, hidden, ffn]`. With `bias` there are `up_bias`, a number for
-    each row of `up`, and `down_bias` `[experts, hidden]`. The experts are cut over the ranks of
+    each row of `up`, and `down_bias` `[experts, hidden, 1]`. The experts are cut over the ranks of
     `ep`, and the inner width of each expert over those of `expert_tp`. The initial weights of an
     expert are the same for every number of ranks.
 
@@ -284,8 +284,11 @@ class GroupedExperts(FixedSums, nn.Module):
         self.first = 0 if self.axes.ep is None else self.axes.ep.rank * local_experts
         self.up = nn.Parameter(torch.empty(local_experts, len(self.blocks) * inner, hidden_size))
         self.down = nn.Parameter(torch.empty(local_experts, hidden_size, inner))
-        self.up_bias = nn.Parameter(torch.empty(self.up.shape[:2])) if bias else None
-        self.down_bias = nn.Parameter(torch.empty(self.down.shape[:2])) if bias else None
+        # With a column, so that all parameters of experts are stacks of matrices, and are cut over
+        # ranks and saved as such.
+        columns = (*self.up.shape[:2], 1), (*self.down.shape[:2], 1)
+        self.up_bias = nn.Parameter(torch.empty(columns[0])) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(columns[1])) if bias else None
         self.activation = ActivationFunction(activation)
         self.reset_parameters()
 
@@ -334,14 +337,15 @@ class GroupedExperts(FixedSums, nn.Module):
             on_host = tuple(arrived.counts.tolist())
         runs = ExpertRuns(arrived.counts, on_host, way)
         inner = expert_product(rows, up, runs)
-        inner = self.activation(inner if up_bias is None else runs.add(inner, up_bias))
+        if up_bias is not None:
+            inner = runs.add(inner, up_bias.squeeze(2))
+        inner = self.activation(inner)
         results = expert_product(inner, down, runs)
         if down_bias is not None:
             cut = self.axes.expert_tp
             # Results of ranks that share an expert are summed, and the bias counts once.
-            results = runs.add(
-                results, down_bias if cut is None else applied(_OnFirstRank, down_bias, cut)
-            )
+            once = down_bias if cut is None else applied(_OnFirstRank, down_bias, cut)
+            results = runs.add(results, once.squeeze(2))
         return results.to(arrived.rows.dtype)
 
     def _in_order(self, arrived: ExpertRows, tokens: Tensor) -> Tensor:

@@ -88,8 +88,9 @@ def test_every_preset_has_a_weight_map_that_fits_its_tensors():
     from lamina.checkpoint.huggingface.weight_links import pieces_of, weights_of
 
     for name in models.preset_names():
-        moe = models.preset(name).moe
+        moe, specs = models.preset(name).moe, models.preset(name).layers
         layers = 1 if moe is None else 1 + moe.first_dense  # of each kind one
+        layers = layers if specs is None else len(specs[:4])
         with torch.device("meta"):
             model = models.GPTModel(models.preset(name, num_layers=layers), seed=0)
         tied = {"head.weight"} if model.config.tie_embeddings else set()
@@ -371,3 +372,44 @@ def test_an_export_replaces_an_earlier_one(tmp_path):
     names = sorted(p.name for p in Path(tmp_path).iterdir())
     assert names == ["config.json", "model.safetensors"]
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.ranks(2)
+def test_experts_in_one_transposed_tensor_come_and_go_over_ep(tmp_path):
+    """gpt-oss: rows of gate and up take turns, biases, and each rank has half of the experts."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 5, "max_position_embeddings": 64, "pad_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.CONFIG_MAPPING["gpt_oss"](**sizes), dtype=torch.float32
+    )
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    source = tmp_path / "source"
+    theirs.save_pretrained(source)  # the first rank writes
+    torch.distributed.barrier()
+    mesh = ParallelLayout(ep=2).build(device_type())
+    whole = models.from_huggingface(source)
+    model = models.GPTModel(whole.config, mesh, seed=7)
+    model = fsdp.fully_shard(model, device_mesh=mesh)
+    import_huggingface(model, source, mesh=mesh)
+    wanted = dict(whole.named_parameters())
+    for name, value in full_parameters(model).items():
+        own = wanted[name]
+        if own.shape != value.shape:
+            own = own.chunk(2)[mesh.axis("ep").rank]
+        assert torch.equal(value, own), name
+    export_huggingface(model, tmp_path / "back", mesh=mesh)
+    torch.distributed.barrier()
+    (file,) = source.glob("*.safetensors")
+    saved, back = safetensors.load_file(file), {}
+    for part in (tmp_path / "back").glob("*.safetensors"):
+        back |= safetensors.load_file(part)
+    assert back.keys() == saved.keys()
+    for name, value in saved.items():
+        assert torch.equal(back[name], value), name

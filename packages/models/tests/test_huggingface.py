@@ -285,6 +285,13 @@ def test_presets_have_the_published_number_of_parameters(name):
     assert model.num_parameters() == PUBLISHED[name]
 
 
+def test_fewer_layers_of_a_preset_are_its_first_ones():
+    whole, few = preset("gpt-oss-20b"), preset("gpt-oss-20b", num_layers=3)
+    assert few.layers == whole.layers[:3]
+    assert preset("gpt-oss-20b", num_layers=26).layers[24:] == whole.layers[:2]
+    assert preset("gpt-oss-20b", num_layers=2, layers=None).layers is None
+
+
 def test_a_misspelt_preset_names_the_nearest():
     with pytest.raises(ValueError, match="did you mean llama3-8b"):
         preset("lama3-8b")

@@ -86,6 +86,9 @@ class WeightLink:
         Yields:
             Slices of the first dimensions of ours, and a link of that part to one of theirs.
         """
+        if self.stacked:
+            yield (), self
+            return
         rows, each = self.rows or (), len(self.theirs) // (self.stack or 1)
         matrices = [rows[at : at + each] for at in range(0, len(rows), each)]
         alike = all(matrix == matrices[0] for matrix in matrices)

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 from lamina.models.attention.gated_attention import GatedAttention
@@ -188,7 +189,8 @@ def preset(name: str, **changes: Any) -> TransformerConfig:
     Args:
         name: one of `preset_names`. The 405B model exists as Llama 3.1 only; both names give
             it.
-        changes: fields to set otherwise.
+        changes: fields to set otherwise. Where layers differ, `num_layers` gives the first so many
+            of them, and begins again where there are fewer, unless `layers` are given too.
 
     Raises:
         ValueError: for a name that does not exist, with the nearest that do.
@@ -201,4 +203,7 @@ def preset(name: str, **changes: Any) -> TransformerConfig:
     if name not in _PRESETS:
         near = get_close_matches(name, _PRESETS, n=3) or preset_names()
         raise ValueError(f"no preset {name!r}: did you mean {', '.join(near)}?")
-    return replace(_PRESETS[name], **changes)
+    chosen = _PRESETS[name]
+    if "num_layers" in changes and chosen.layers is not None and "layers" not in changes:
+        changes["layers"] = tuple(islice(cycle(chosen.layers), changes["num_layers"]))
+    return replace(chosen, **changes)

@@ -83,7 +83,9 @@ def differences(
         role = roles[name.removeprefix("grad ")]
         if role.tp_shard_dim is not None:
             value = cut_weight(value, role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)
-        scale = float(value.detach().abs().max().clamp(min=1e-3))
+        largest = [value, expected.get(f"grad {name}", value)]
+        # A parameter has moved by its gradient, and so has the gradient's rounding.
+        scale = max(float(each.detach().abs().max().clamp(min=1e-3)) for each in largest)
         apart[name] = float((found[name] - value).abs().max()) / scale
     return apart
 
@@ -122,7 +124,9 @@ def check_parity(kind: str, plan: dict[str, str] | None = None, **options: bool)
     """
     apart = differences(kind, plan, **options)
     assert apart.pop("logits") < 5e-6
-    assert max(apart.values()) < 3e-5, max(apart.items(), key=lambda item: item[1])
+    gradients = {name: value for name, value in apart.items() if name.startswith("grad ")}
+    assert max(gradients.values()) < 3e-5, max(gradients.items(), key=lambda item: item[1])
+    assert max(value for name, value in apart.items() if name not in gradients) < 3e-6
 
 
 @pytest.mark.ranks(2)

@@ -48,6 +48,8 @@ class Case:
     microbatches: int = 1
     recompute: str = "none"
     tp: int = 1
+    rate: bool = False
+    """The rate is a tensor, and another one in each step."""
 
 
 CASES = {
@@ -61,6 +63,7 @@ CASES = {
     "full": Case(recompute="full"),
     "selective": Case(recompute="selective"),
     "tp": Case(0, tp=2),
+    "a rate in a tensor": Case(rate=True),
     "native": Case(settings={"reduction": "native"}),
     "slots": Case(settings={"fsdp_double_buffer": True, "cuda_graph_mode": True}),
 }
@@ -72,10 +75,12 @@ class Run:
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
         self.case, self.mesh = case, ParallelLayout(tp=case.tp).build("cuda")
+        self.rate = torch.tensor(1e-2, device="cuda")
         model = apply_recompute(GPTModel(CONFIG, self.mesh, seed=1).cuda(), case.recompute)
         adamw: Any = torch.optim.AdamW(
-            model.parameters(), lr=1e-2, capturable=True, fused=case.fused or None
-        )
+            model.parameters(), lr=self.rate if case.rate else 1e-2,
+            capturable=True, fused=case.fused or None,
+        )  # fmt: skip
         self.model: Any
         if isinstance(case.strategy, str):
             sharded = "sharded" in case.strategy
@@ -109,6 +114,7 @@ class Run:
         rank = 0 if self.case.tp > 1 else dist.get_rank()
         for number in range(WARMUP + REPLAYS + AFTER):
             draws = torch.Generator().manual_seed(100 * number + rank)
+            self.rate.fill_(1e-2 / (1 + number))
             self.text.copy_(torch.randint(0, 64, self.text.shape, generator=draws))
             if captured and WARMUP <= number < WARMUP + REPLAYS:
                 if number == WARMUP:

@@ -39,8 +39,8 @@ def dry_run(arguments: list[str]) -> None:
         check(config, ranks)
         with init_distributed("fake", rank=0, world_size=ranks):
             about = describe_run(config, config.layout().build("cpu"))
-            written = [what_it_writes(config)]
-        print(*unused(config, "cuda"), *about, planned(config, ranks), *written, sep="\n")
+            disk = what_it_writes(config)
+        print(*unused(config, "cuda"), *about, planned(config, ranks), disk, sep="\n")
 
 
 def ranks_of(config: Config) -> int:

@@ -153,6 +153,10 @@ def test_what_it_cannot_do_is_refused():
         GatedDeltaNet(key_heads=2, value_heads=3)
     with pytest.raises(ValueError, match="taps is 0"):
         replace(NET, taps=0)
+    with pytest.raises(ValueError, match=r"dt_min and dt_max are 1\.0 and 0\.1"):
+        replace(NET, dt_min=1.0)
+    with pytest.raises(ValueError, match=r"norm_eps is 0\.0"):
+        replace(NET, norm_eps=0.0)
 
 
 @pytest.mark.ranks(2)

@@ -407,8 +407,8 @@ class ModelType:
             elif self.memory:
                 memory = tuple(self.renamed(name, self.memory) for name in link.theirs)
                 memory = None if memory == tuple(theirs) or len(grouped) < len(theirs) else memory
-                if memory is not None and len({*memory}) == 1:
-                    memory = memory[0]
+                if memory is not None and len(memory) > 1 and len({*memory}) == 1:
+                    memory = memory[0]  # one tensor has the rows of several in files
             link = replace(
                 link, theirs=tuple(grouped), in_memory=memory,
                 rows=None if len(grouped) == 1 and link.stack is None else rows,

@@ -14,7 +14,12 @@ from lamina.mesh import derive_seed, mark
 from lamina.mesh.engine import MeshAxis
 from lamina.models.attention.context import AttentionContext, TokenCache
 from lamina.models.base.config import AttentionVariant, TransformerConfig
-from lamina.models.base.configs.field_checks import require_at_least, require_divides
+from lamina.models.base.configs.field_checks import (
+    require_at_least,
+    require_divides,
+    require_in_order,
+    require_positive,
+)
 from lamina.models.base.initialise import fill, uniform
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.base.weight_link import WeightLink
@@ -49,7 +54,7 @@ class GatedDeltaNet(AttentionVariant):
         decay_range: bounds of the initial decay rates, which are drawn uniformly.
 
     Raises:
-        ValueError: for sizes below 1, or heads that do not fit together.
+        ValueError: for sizes below 1, ranges that are empty, or heads that do not fit together.
 
     Examples:
         >>> net = GatedDeltaNet(key_heads=2, value_heads=4, key_width=16, value_width=16)
@@ -74,6 +79,10 @@ class GatedDeltaNet(AttentionVariant):
     def __post_init__(self) -> None:
         heads = ("key_heads", "value_heads", "key_width", "value_width")
         require_at_least(1, self, *heads, "taps", "chunk_size")
+        if self.norm_eps is not None:
+            require_positive(self, "norm_eps")
+        require_in_order("dt_min and dt_max", self.dt_min, self.dt_max)
+        require_in_order("decay_range", *self.decay_range)
         require_divides(
             "value_heads", self.value_heads, "key_heads", self.key_heads,
             "each key head serves equally many",

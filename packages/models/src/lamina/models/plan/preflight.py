@@ -104,7 +104,8 @@ def _narrow(config: TransformerConfig) -> TransformerConfig:
         "hidden_size": width, "head_dim": 8, "ffn_size": 4 * width, "vocab_size": 256,
         "dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0,
     }  # fmt: skip
-    kept = ("head_dim", *(name for name, value in changes.items() if value == 0.0))
+    # No layer has its own of these.
+    shared = ("head_dim", *(name for name, value in changes.items() if value == 0.0))
     if isinstance(latent := config.attention_variant, LatentAttention):
         small = replace(
             latent, kv_lora_rank=16, q_lora_rank=None if latent.q_lora_rank is None else 16,
@@ -114,7 +115,7 @@ def _narrow(config: TransformerConfig) -> TransformerConfig:
     if config.mamba is not None and config.mamba.num_heads is None:
         changes["mamba"] = replace(config.mamba, head_dim=8)
     layers = tuple(
-        LayerSpec(spec.letter, **{n: v for n, v in spec.changes if n not in kept})
+        LayerSpec(spec.letter, **{n: v for n, v in spec.changes if n not in shared})
         for spec in config.layers or ()
     )
     return replace(config, **{**changes, "layers": layers})  # type: ignore[arg-type]
@@ -125,7 +126,7 @@ def wrong_types(job: Job) -> list[str]:
     if find_spec("spmd_types") is None:
         return ["types of parallelism are not checked: pip install lamina-models[types]"]
     if job.make is not None:
-        return ["types of parallelism are not checked: the model is not of lamina.models"]
+        return ["types of parallelism are not checked: the job makes its own model (make=)"]
     from lamina.models.parallel_types import ParallelTypeError, check_types
 
     small = _small(job)

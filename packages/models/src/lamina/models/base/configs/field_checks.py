@@ -47,6 +47,12 @@ def require_positive(settings: object, *names: str) -> None:
             raise ValueError(f"{name} is {getattr(settings, name)}: it must be positive")
 
 
+def require_in_order(name: str, low: float, high: float) -> None:
+    """Raise ValueError unless a range is positive and does not end before it begins."""
+    if not 0.0 < low <= high:
+        raise ValueError(f"{name} are {low} and {high}: they must be positive and in order")
+
+
 def require_divides(what: str, total: int, by_what: str, by: int, remedy: str) -> None:
     """Raise ValueError with the arithmetic unless `by` divides `total`."""
     if by < 1 or total % by:

@@ -9,6 +9,7 @@ from lamina.models.base.configs.field_checks import (
     require_at_least,
     require_choices,
     require_divides,
+    require_in_order,
 )
 
 MambaPath = Literal["auto", "torch", "fla"]
@@ -70,12 +71,8 @@ class MambaConfig:
         sizes = ("state_size", "head_dim", "expand", "groups", "conv_kernel", "chunk_size")
         require_at_least(1, self, *sizes)
         require_at_least(1, self, "num_heads", optional=True)
-        for name, (low, high) in {
-            "dt_min and dt_max": (self.dt_min, self.dt_max),
-            "decay_range": self.decay_range,
-        }.items():
-            if not 0.0 < low <= high:
-                raise ValueError(f"{name} are {low} and {high}: they must be positive and in order")
+        require_in_order("dt_min and dt_max", self.dt_min, self.dt_max)
+        require_in_order("decay_range", *self.decay_range)
         if not 0.0 <= self.dt_limit[0] < self.dt_limit[1]:
             raise ValueError(f"dt_limit is {self.dt_limit}: it must be in order, from 0 up")
         require_choices(self, MambaConfig)

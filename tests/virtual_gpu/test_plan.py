@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[2] / "docs/how-to/plan.md"
 
 
@@ -26,6 +28,34 @@ def test_a_plan_has_what_the_real_allocator_allocates():
     allocated = planned["device"]["allocated"]
     assert abs(planned["allocated_bytes"] / allocated - 1) < 0.02, planned
     assert planned["device"]["reserved"] >= allocated
+
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504,
+    "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("recompute", "batch", "microbatches"),
+    [("none", 2, 1), ("none", 4, 2), ("selective", 2, 1), ("selective", 4, 2), ("full", 2, 1)],
+)
+def test_a_plan_counts_each_tensor_of_the_device(
+    recompute, batch, microbatches, strategy, tmp_path
+):
+    """A small model, where what is missing or counted twice is a large part."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = ["--sequence", "4096", "--recompute", recompute, "--strategy", str(strategy)]
+    words += ["--batch", str(batch), "--microbatches", str(microbatches), "--model", str(tmp_path)]
+    command = [sys.executable, "-m", "lamina.models.plan", *words, "--device", "--json"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    planned = json.loads(answer.stdout)
+    off = planned["allocated_bytes"] / planned["device"]["allocated"] - 1
+    assert abs(off) < 0.02, (off, planned)
 
 
 def test_constants_are_measured_once_and_read_after(tmp_path):

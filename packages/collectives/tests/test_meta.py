@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.collectives import (
     all_gather_into,
@@ -58,6 +59,34 @@ def test_regions_plan_both_ways_for_worlds_that_do_not_run_here(region):
     result.backward(torch.ones_like(result))
     assert tensor.grad is not None
     assert tensor.grad.is_meta
+
+
+class Made(TorchDispatchMode):
+    """Counts the elements of the tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket is torch.ops.aten.empty:
+            self.numel += result.numel()
+        return result
+
+
+@pytest.mark.ranks(WORLD, backend="fake")
+def test_a_sum_is_planned_with_the_memory_for_what_would_come():
+    with Made() as made:
+        reduce_scatter_fp32(meta(4), meta(4 * WORLD), dist.group.WORLD, statistics=False).wait()
+    assert made.numel == (4 + 4 * WORLD) + 4 * WORLD  # its buffers, and as much for the terms
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_over_gloo_what_comes_is_the_transports_own():
+    with Made() as made:
+        reduce_scatter_fp32(meta(4), meta(8), dist.group.WORLD, statistics=False).wait()
+    assert made.numel == 4 + 8
 
 
 def meta(*shape: int) -> torch.Tensor:

@@ -250,5 +250,5 @@ def test_on_a_gpu_the_reduction_of_a_large_head_goes_on_beside_a_block():
         return SimpleNamespace(module_class=module_class, groups=[group])
 
     units = [unit("Linear", 100), unit("Block", 30), unit("Block", 20), unit("Embedding", 90)]
-    assert _of_two_units(units, torch.device("cuda")) == 30 + 100
-    assert _of_two_units(units, torch.device("cpu")) == 30 + 30
+    assert _of_two_units(units, of_gpu=True) == 30 + 100
+    assert _of_two_units(units, of_gpu=False) == 30 + 30

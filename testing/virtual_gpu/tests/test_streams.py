@@ -177,6 +177,9 @@ def test_an_interrupt_while_work_is_done_reaches_the_program(program):
         import json, os, signal, time, torch
         from lamina_virtual_gpu.arithmetic.work import enqueue
 
+        # A shell ignores the signal for what it starts in the background.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
         def interrupted():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)

@@ -38,7 +38,7 @@ from lamina.collectives.reduction.ordered import (
     bytes_received,
 )
 from lamina.collectives.reduction.reduce import ReductionName, reduction_class
-from lamina.collectives.transport.groups import served_by_gloo
+from lamina.collectives.transport.groups import cuts_as_gloo, served_by_gloo
 from lamina.collectives.transport.lanes import Job, kept_bytes, release_kept
 from lamina.collectives.transport.peer_windows import open_window, window_bytes
 from lamina.collectives.transport.transport import use_messages
@@ -70,6 +70,7 @@ __all__ = [
     "broadcast",
     "bytes_received",
     "current_stream",
+    "cuts_as_gloo",
     "describe",
     "host_device",
     "kept_bytes",

@@ -19,7 +19,6 @@ __all__ = [
     "flash_attention_backward",
     "flash_attention_backward_for_cpu",
     "flash_attention_for_cpu",
-    "fused_rms_norm",
     "graph_is_kept",
     "one_graph_break",
     "scaled_mm",
@@ -37,9 +36,6 @@ HAS_SCALED_MM_V2_ON_CPU = torch._C._dispatch_has_kernel_for_dispatch_key(
 scaled_mm = torch._scaled_mm
 # Not `torch._scaled_mm_v2`, which Dynamo of torch 2.12 does not trace.
 scaled_mm_v2 = torch.ops.aten._scaled_mm_v2
-
-# The norm of rows and the reciprocal of their root mean squares: `F.rms_norm` on a GPU.
-fused_rms_norm = torch.ops.aten._fused_rms_norm
 
 # Attention that gives the logarithm of each row's sum beside the output.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention

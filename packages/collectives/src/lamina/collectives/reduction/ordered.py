@@ -8,6 +8,7 @@ costs rounding once per input, not at every hop.
 """
 
 import ctypes
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from lamina.collectives.call.collective import (
 from lamina.collectives.reduction.codec import Cast, GradientCodec, Wire
 from lamina.collectives.reduction.summation import Epilogue, sum_chunks
 from lamina.collectives.transport.gloo_exchange import bounds_of
-from lamina.collectives.transport.groups import served_by_gloo, where
+from lamina.collectives.transport.groups import cuts_as_gloo, served_by_gloo, where
 from lamina.collectives.transport.lanes import SumBuffers, lane_of
 from lamina.collectives.transport.transport import Chunks, Completion, route_for
 from lamina.mesh.engine import host_groups, host_runs
@@ -46,7 +47,12 @@ _OFF_GPUS = 32 << 20  # bytes, where a backend without a GPU is simulated
 
 
 def message_bytes_on(device: torch.device) -> int:
-    """Bytes of a slice by default: three take a 32nd of a GPU. See Note [Sums in slices]."""
+    """Bytes of a slice by default: three take a 32nd of a GPU. See Note [Sums in slices].
+
+    Meta tensors are planned without slices, because nobody here knows the GPU's memory.
+    """
+    if device.type == "meta":
+        return sys.maxsize
     if device.type != "cuda":
         return _OFF_GPUS
     return int(torch.cuda.get_device_properties(device).total_memory) // _PART_OF_A_GPU
@@ -380,7 +386,7 @@ class OrderedReduction(Reduction):
         if group is not None and self._piece and not self._piece % wire.block:
             hosts = host_groups(group)
         # Backends know only equal pieces, and so do sums in two exchanges.
-        even = device.type != "meta" and not served_by_gloo(group, device)
+        even = self.size > 1 and not cuts_as_gloo(group, device)
         self._padded = self._piece * self.size if even or hosts else self._numel
         full, rest = divmod(self._padded, max(self._piece, 1))
         self._wire_total = full * wire.items(self._piece) + wire.items(rest)

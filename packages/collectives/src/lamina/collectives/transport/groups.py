@@ -39,6 +39,19 @@ def served_by_gloo(group: ProcessGroup | None, device: torch.device) -> bool:
     return group is not None and device.type != "meta" and backend_name(group, device) == "gloo"
 
 
+def cuts_as_gloo(group: ProcessGroup | None, device: torch.device) -> bool:
+    """Whether pieces travel as over gloo: uneven, and straight from the buffer that holds them.
+
+    Any other backend wants equal pieces, and memory for what comes. Meta tensors do as tensors with
+    values do on the devices of the group, so that a plan has the memory of a run.
+    """
+    if group is None or device.type != "meta":
+        return served_by_gloo(group, device)
+    return all(
+        backend_name(group, each) == "gloo" for each in group._device_types if each.type != "meta"
+    )
+
+
 def timeout_of(group: ProcessGroup, device: torch.device | None = None) -> float:
     """Seconds after which a backend (by default the CPU's) gives up; else torch's default."""
     backend: Any = group._get_backend(device or torch.device("cpu"))

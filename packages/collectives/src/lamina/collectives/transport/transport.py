@@ -8,7 +8,8 @@ The choice is by the backend that serves the tensor's device:
 - GPUs of one host whose ranks have opened a window: they read each other's memory (`peer_windows`).
 - anything else (NCCL, fake): the backend's own all-to-all and all-gather of whole tensors, so that
   the host's work does not depend on the number of ranks.
-- meta tensors: nothing moves; plans can be made and recorded without data.
+- meta tensors: nothing moves, and what would come has its memory; plans can be made and recorded
+  without data.
 
 A `Route` is chosen once for all exchanges of one kind. `exchange` and `exchange_rows` are for those
 that have no kind: rings, and rows whose numbers differ from call to call.
@@ -23,7 +24,7 @@ from torch.distributed import ProcessGroup, Work
 
 from lamina.collectives.compat import all_gather_single
 from lamina.collectives.transport.gloo_exchange import Chunk, GlooExchange, GlooRoute
-from lamina.collectives.transport.groups import served_by_gloo
+from lamina.collectives.transport.groups import cuts_as_gloo, served_by_gloo
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.peer_windows import PeerChunks, PeerRoute
 from lamina.mesh.engine import GroupRef
@@ -107,8 +108,10 @@ def route_for(
     The last ranks' pieces may be shorter, or empty. No part of a large message holds a fraction of
     `unit` items. Chunks that are `readable` are numbers, which a sum can read where they lie.
     """
-    if group is None or group.size() == 1 or device.type == "meta":
+    if group is None or group.size() == 1:
         return _LocalRoute()
+    if device.type == "meta":
+        return _LocalRoute(needs_scratch=not cuts_as_gloo(group, device))
     if device.type == "cpu" and served_by_gloo(group, device):
         return GlooRoute(group, piece, total, unit)
     # A sum reads numbers in a window where they lie; codes have to be decoded here.
@@ -121,8 +124,11 @@ def route_for(
 class _LocalRoute:
     """A group of one, or meta tensors: nothing travels."""
 
-    needs_scratch = only_posts = False
+    only_posts = False
     tags = run = 1
+
+    def __init__(self, needs_scratch: bool = False) -> None:
+        self.needs_scratch = needs_scratch
 
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None

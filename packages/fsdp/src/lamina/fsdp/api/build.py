@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 
 from lamina.buffers import BufferLayout, FlatBuffer, StoragePool
+from lamina.collectives.engine import cuts_as_gloo
 from lamina.ddp import Strategy
 from lamina.ddp.engine import (
     DataParallelAxes,
@@ -97,6 +98,13 @@ class Sharding:
         if precision.weight_codec is None or not self.settings.strategy_of(ref.name).gathers:
             return False
         return any(fnmatch.fnmatch(ref.name, pattern) for pattern in precision.encoded)
+
+    @property
+    def reduces_on_gpu(self) -> bool:
+        """Whether sums run beside a GPU's work. Meta tensors plan them so, but over gloo alone."""
+        if self.device.type == "meta":
+            return not cuts_as_gloo(self.dense.inner.sibling("reduce"), self.device)
+        return self.device.type == "cuda"
 
     def module_buffers(self) -> ModuleBuffers:
         """What brings the buffers of modules together."""
@@ -247,7 +255,9 @@ def start_engine(
         order=Order.AS_CLOSED if gathered else Order.STATIC,
         overlap=settings.overlap_grad_reduce,
         max_bytes_in_flight=settings.reduce_budget,
-        max_bytes_held=max(_of_two_units(units, sharding.device), settings.reduce_budget or 0),
+        max_bytes_held=max(
+            _of_two_units(units, sharding.reduces_on_gpu), settings.reduce_budget or 0
+        ),
         check_finite=settings.report_nan_in_param_grad,
     )
     check = OrderCheck(sharding.dense, units, sharding.device) if settings.check_order else None
@@ -275,7 +285,7 @@ def start_engine(
     return engine
 
 
-def _of_two_units(units: Sequence[Unit], device: torch.device) -> int:
+def _of_two_units(units: Sequence[Unit], of_gpu: bool) -> int:
     """Bytes of gradients of two units of the kind that a backward mostly consists of.
 
     These are the largest of a class that several units have. An embedding or a head may be larger
@@ -291,7 +301,7 @@ def _of_two_units(units: Sequence[Unit], device: torch.device) -> int:
         for unit in units
     ]
     usual, largest = max(sizes)[1], max(size for _, size in sizes)
-    return usual + (largest if device.type == "cuda" else usual)
+    return usual + (largest if of_gpu else usual)
 
 
 def updated_apart(refs: Iterable[ParameterRef], sharding: Sharding) -> dict[int, str]:

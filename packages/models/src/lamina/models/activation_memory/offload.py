@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lamina.models.base.computing_device import computes_on
+
 
 class Offloader:
     """Moves the saved tensors of a model's blocks; one object serves all of the blocks.
@@ -57,7 +59,7 @@ class Offloader:
         def pack(tensor: Tensor) -> Tensor | OnHost:
             storage, shape = tensor.untyped_storage(), (tensor.shape, tensor.stride())
             stays = tensor.numel() < min_numel or storage._cdata in parameters
-            if stays or tensor.device.type not in self.devices:
+            if stays or computes_on(tensor) not in self.devices:
                 return tensor
             address = (storage._cdata, tensor.storage_offset(), tensor._version)
             key = (*address, *shape, tensor.dtype)
@@ -154,6 +156,9 @@ class OnHost:
         self._copied: Any = None  # events of the two copies, on a GPU
         self._arrived: Any = None
         self._computing: Any = None  # the stream that the copy on the device was allocated on
+        if tensor.is_meta:  # a plan is of the device's memory
+            self._host = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+            return
         if streams is None:
             self._host = torch.empty_like(tensor, device="cpu").copy_(tensor)
             return

@@ -27,6 +27,7 @@ from lamina.models.attention.kernels import (
     repeat_heads,
 )
 from lamina.models.attention.pieced import Block, InPieces, Piece, attend_in_pieces
+from lamina.models.base.computing_device import computes_on
 from lamina.models.base.config import TransformerConfig
 from lamina.models.invariance.chain_attention import ChainAttention
 from lamina.models.invariance.random_keys import PairDraws
@@ -221,7 +222,7 @@ def check_pattern(
         check_path(config, device, dtype, dropout)
     elif config.context_parallel == "ring" and not config.invariant:
         _refuse_ring_dropout(dropout)
-        if device.type == "cuda" and (documents or config.sliding_window is not None):
+        if computes_on(device) == "cuda" and (documents or config.sliding_window is not None):
             raise ValueError(
                 "context_parallel 'ring' has neither documents nor a sliding window on a GPU, "
                 "where no kernel takes a mask and returns what merging needs: set it to "
@@ -258,14 +259,16 @@ def parallel_pattern(
     sequence, device = tokens.shape[1], tokens.device
     # A kernel that stores no scores has to return the logs that merging needs.
     half = dtype in (torch.float16, torch.bfloat16)
-    merges = device.type == "cpu" or (half and max(config.head_width, config.value_width) <= 256)
+    merges = computes_on(device) == "cpu" or (
+        half and max(config.head_width, config.value_width) <= 256
+    )
     plain = runs is None and window is None and config.scores is None
     if plain and not dropout and merges:
         return GatheredKeys(axis, InPieces(causal_pieces(axis, sequence, config.score_scale)))
     mine = positions_of(axis.rank, axis.size, sequence, device)
     keys = torch.arange(sequence, device=device)
     my_runs = None if runs is None else cut_sequence(runs, axis)
-    flex = tokens.is_cuda and not dropout and flex_compiles(config)
+    flex = computes_on(tokens) == "cuda" and not dropout and flex_compiles(config)
     pattern = over_positions(config.scores, mine, keys, window, runs, my_runs, flex=flex)
     return GatheredKeys(axis, pattern)
 

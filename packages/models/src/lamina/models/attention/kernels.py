@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lamina.models.base.computing_device import computes_on
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.elements import AttentionScores
 from lamina.models.invariance.random_keys import PairDraws
@@ -80,7 +81,8 @@ class Causal:
         """See `AttentionPattern`."""
         # On CUDA only the half-precision kernels support grouped heads. For other dtypes torch
         # would silently fall back to a kernel that stores all scores.
-        grouped = not query.is_cuda or query.dtype in (torch.float16, torch.bfloat16)
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        grouped = half or computes_on(query) != "cuda"
         if not grouped:
             key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
         options = {"is_causal": True, "enable_gqa": key.shape[2] != query.shape[2]}
@@ -101,7 +103,8 @@ class Masked:
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
         """See `AttentionPattern`."""
-        grouped = self.mask is None and key.shape[2] != query.shape[2] and not query.is_cuda
+        shared = key.shape[2] != query.shape[2]
+        grouped = self.mask is None and shared and computes_on(query) != "cuda"
         if not grouped:
             key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
         options = {"attn_mask": self.mask, "enable_gqa": grouped}
@@ -213,7 +216,7 @@ class Flex:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         options: dict[str, Any] = {"block_mask": self.mask, "scale": scale}
         options["enable_gqa"] = k.shape[1] != q.shape[1]
-        attend = _flex("flex_attention", query.is_cuda, dynamic=False)
+        attend = flex_function("flex_attention", query.is_cuda, dynamic=False)
         if self.rule is None or self.at is None:
             return cast(Tensor, attend(q, k, v, **options).transpose(1, 2))
         rule, columns, (queries, keys) = self.rule, _columns_of(self.per_head), self.at
@@ -232,7 +235,7 @@ class Flex:
 
 
 @functools.cache
-def _flex(name: str, compiled: bool, **options: Any) -> Any:
+def flex_function(name: str, compiled: bool, **options: Any) -> Any:
     """A function of torch's flex attention; uncompiled, it stores every pair of tokens."""
     # Imported here, as in torch 2.15 the module imports sympy, which costs everybody half a second.
     function = getattr(importlib.import_module("torch.nn.attention.flex_attention"), name)
@@ -365,7 +368,7 @@ def over_positions(
 def _best_path(
     config: TransformerConfig, device: torch.device, dtype: torch.dtype, dropout: float
 ) -> str:
-    if device.type != "cuda" or dropout:
+    if computes_on(device) != "cuda" or dropout:
         return "sdpa"
     if config.scores is None and _what_varlen_lacks(config, device, dtype) is None:
         return "varlen"
@@ -380,7 +383,7 @@ def flex_compiles(config: TransformerConfig) -> bool:
 def _what_varlen_lacks(
     config: TransformerConfig, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    if device.type != "cuda":
+    if computes_on(device) != "cuda":
         return f"no kernel on {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"no kernel for {dtype} (only for float16 and bfloat16)"
@@ -390,7 +393,7 @@ def _what_varlen_lacks(
             f"{config.value_width} elements (only for equal widths up to 256)"
         )
     # The variable-length kernel is FlashAttention's, which needs an Ampere GPU or later.
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "no kernel for this GPU (compute capability 8.0 or above)"
     return None
 
@@ -408,12 +411,12 @@ def check_path(
         lacks = f"no scores (here {config.scores})"
     elif path == "varlen":
         lacks = _what_varlen_lacks(config, device, dtype)
-    elif device.type == "cuda" and not flex_compiles(config):
+    elif computes_on(device) == "cuda" and not flex_compiles(config):
         lacks = (
             f"no kernel on {device.type} for query heads of {config.head_width} and value heads of "
             f"{config.value_width} elements (at least {_FLEX_WIDTH})"
         )
-    elif device.type != "cuda" and torch.is_grad_enabled():
+    elif computes_on(device) != "cuda" and torch.is_grad_enabled():
         lacks = f"no backward on {device.type} (it runs under torch.no_grad())"
     if lacks is not None:
         raise ValueError(
@@ -453,5 +456,5 @@ def flex_over(
 
     rows = None if runs is None else runs.shape[0]
     lengths = queries.numel(), keys.numel()
-    make = _flex("create_block_mask", queries.is_cuda)
+    make = flex_function("create_block_mask", queries.is_cuda)
     return Flex(make(mask_mod, rows, None, *lengths, device=queries.device))

@@ -22,6 +22,7 @@ from lamina.collectives.engine import ring
 from lamina.mesh.engine import group_ref, live_group
 from lamina.models.attention.kernels import refuse_dropout
 from lamina.models.base.applied import applied
+from lamina.models.base.computing_device import computes_on
 from lamina.models.compat import (
     flash_attention,
     flash_attention_backward,
@@ -49,7 +50,7 @@ class Block:
 
         Logs are float32 or wider. For a query without any key they are -inf and its values are 0.
         """
-        if query.device.type == "cpu":
+        if computes_on(query) == "cpu":
             out, logs = flash_attention_for_cpu(
                 query, key, value, 0.0, self.causal, attn_mask=self._bias(query), scale=self.scale
             )
@@ -73,7 +74,7 @@ class Block:
         `grad`, `out` and `logs` are those of the whole attention: the gradient of its result, the
         result, and its logs of sums.
         """
-        if query.device.type == "cpu":
+        if computes_on(query) == "cpu":
             gradients: Gradients = flash_attention_backward_for_cpu(
                 grad, query, key, value, out, logs, 0.0, self.causal,
                 attn_mask=self._bias(query), scale=self.scale,
@@ -133,7 +134,7 @@ def _finite(logs: Tensor) -> Tensor:
 
 def _flash_on_cuda(query: Tensor) -> bool:
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and query.shape[-1] <= 256
+    return computes_on(query) == "cuda" and half and query.shape[-1] <= 256
 
 
 def _repeat(x: Tensor, query: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from lamina.ddp.engine import gradient_sink, has_gradient_sink
 from lamina.models.base.applied import applied
+from lamina.models.base.computing_device import computes_on
 
 
 class Gradients(Protocol):
@@ -134,7 +135,7 @@ def write_product(left: Tensor, right: Tensor, total: Tensor, accumulate: bool) 
             total.addmm_(left, right)
         else:
             torch.mm(left, right, out=total)
-    elif left.is_cuda and total.dtype == torch.float32:
+    elif total.dtype == torch.float32 and computes_on(left) == "cuda":
         if accumulate and torch.compiler.is_compiling():
             # torch 2.11 cannot trace the operator below: it takes the dtype for a factor.
             total.add_(torch.ops.aten.mm.dtype(left, right, torch.float32))

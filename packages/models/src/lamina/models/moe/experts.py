@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from lamina.mesh import derive_seed, mark
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
+from lamina.models.base.computing_device import computes_on
 from lamina.models.base.configs.elements import Activation, ActivationName, activation_of
 from lamina.models.base.configs.moe import ExpertsPath
 from lamina.models.base.initialise import draw_seed, fill_stack, normal
@@ -159,7 +160,7 @@ class ExpertGradients:
                 total.baddbmm_(*sides)
             else:
                 torch.bmm(*sides, out=total)
-        elif x.is_cuda and runs.way != "loop":
+        elif computes_on(x) == "cuda" and runs.way != "loop":
             # One product for all experts, and one pass to add it, as grouped_mm has no `out`.
             expert_grads = self.by_weight(x)
             if accumulate:
@@ -367,7 +368,7 @@ class GroupedExperts(FixedSums, nn.Module):
         # form without data that torch.compile asks for shapes, on any device.
         widths = (self.up.shape[1], self.up.shape[2], self.down.shape[2])
         aligned = all(width * rows.element_size() % 16 == 0 for width in widths)
-        narrow = rows.is_cuda or torch.compiler.is_compiling()
+        narrow = computes_on(rows) == "cuda" or torch.compiler.is_compiling()
         dtypes = (torch.bfloat16,) if narrow else _GROUPED
         if aligned and rows.dtype in dtypes:
             return True

@@ -153,7 +153,7 @@ class Plan:
         unit, size_of_unit = (
             ("GiB", GIB) if max(self.allocated, *sent, 0) >= GIB else ("MiB", GIB >> 10)
         )
-        rows = {name: [stage.memory[name] for stage in self.stages] for name in CATEGORIES}
+        rows = {name: [stage.memory[name] for stage in self.stages] for name in self.worst.memory}
         rows["allocated"] = [stage.allocated for stage in self.stages]
         axes = dict.fromkeys(axis for stage in self.stages for axis in stage.sent)
         messages = {axis: [stage.sent.get(axis, 0) for stage in self.stages] for axis in axes}
@@ -240,7 +240,7 @@ def _plan_stage(job: Job, rank: int, at: Machine) -> tuple[StagePlan, tuple[Play
         rank,
         layers,
         int(values["parameters"]),
-        {name: int(memory.get(name, 0)) for name in CATEGORIES},
+        {name: int(memory.get(name, 0)) for name in CATEGORIES} | {"workspaces": at.gpu.workspaces},
         under("seconds "),
         {axis: int(nbytes) for axis, nbytes in under("sent ").items()},
         values["forward"],

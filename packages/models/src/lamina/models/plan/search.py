@@ -190,6 +190,7 @@ def _bounds(job: Job, at: Machine) -> Candidate:
     # Main weights and two moments in fp32, sharded; the weights as well, or whole in bf16.
     memory = {"weights": 4 * states + (0 if strategy == 3 else 2 * own_weights)}
     memory["optimizer state"] = 8 * states
+    memory["workspaces"] = float(at.gpu.workspaces)
     layer = own_weights / max(1, config.num_layers // pp)
     whole = own_weights if pp > 1 else min(own_weights, 2 * layer + ends / tp)
     memory["gathered units"] = 2 * whole if strategy == 3 else 0.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -451,3 +453,41 @@ def test_every_type_is_read_exactly_or_refused_in_words(tmp_path):
     if text != before:
         TABLE.write_text(text)
     assert text == before, f"{TABLE} was out of date and is written anew: commit it"
+
+
+WITH_KINDS = [kind.name for kind in known_types().values() if kind.layers]
+RULES = {
+    "qwen3_next": {"full_attention_interval": 4},
+    "cohere2": {"sliding_window_pattern": 4},
+    "gemma3_text": {"sliding_window_pattern": 6},
+    "smollm3": {"no_rope_layer_interval": 4},
+    "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "nemotron_h": {"hybrid_override_pattern": "M-M*-M"},
+}
+
+
+def of_an_older_release(name):
+    """A whole config of a type, and the same as a file that has a rule in place of a list."""
+    rule = RULES.get(name, {})
+    whole = transformers.AutoConfig.for_model(name, **rule).to_dict() | {"architectures": None}
+    left_out = set(known_types()[name].layers)
+    return whole, {key: value for key, value in whole.items() if key not in left_out} | rule
+
+
+@pytest.mark.parametrize("name", WITH_KINDS)
+def test_files_of_older_releases_have_the_layers_that_transformers_gives_them(name):
+    whole, older = of_an_older_release(name)
+    try:
+        expected = config_from_huggingface(whole)
+    except ValueError as refusal:  # defaults that are no model (sizes or experts that are missing)
+        with pytest.raises(ValueError, match=re.escape(str(refusal).split(",")[0])):
+            config_from_huggingface(older)
+    else:
+        assert config_from_huggingface(older) == expected
+
+
+def test_without_transformers_a_file_of_an_older_release_is_refused(monkeypatch):
+    _, older = of_an_older_release("gemma2")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"has no layer_types: .*install transformers"):
+        config_from_huggingface(older)

@@ -155,6 +155,7 @@ def _read(
     kind = source.get("model_type")
     if (other := type_of(kind, types)) is not None:
         refuse_other_classes(other.architecture.partition("For")[0], source)
+        source = {**source, **_left_out(other, source)}
         fields = ConfigFields(source)
         config = TransformerConfig(**other.read(fields))
         if other.latent:
@@ -167,7 +168,8 @@ def _read(
             *(() if other.latent else ("num_key_value_heads",)),
         ):
             derived.pop(name, None)
-        fields.refuse_unread(derived, ("model_type", *other.ignored))
+        rules = _RULES if other.layers else ()
+        fields.refuse_unread(derived, ("model_type", *other.ignored, *rules))
         return config
     if kind not in _ARCHITECTURES and kind not in own:
         known = ", ".join({**_ARCHITECTURES, **known_types(), **own})
@@ -184,6 +186,39 @@ def _read(
     fields.refuse_unread(_derived(config, source), unused)
     model_type(config)  # raises if it could not be exported again
     return config
+
+
+_RULES = (
+    *("sliding_window_pattern", "_sliding_window_pattern", "full_attention_interval"),
+    *("no_rope_layer_interval", "global_attn_every_n_layers", "full_attn_idxs"),
+    "hybrid_override_pattern",
+)
+"""Names of rules that lists of the kinds of layers follow from, and that such a list replaces."""
+
+
+def _left_out(kind: ModelType, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The kinds of layers that a file of an older release leaves out, as transformers has them.
+
+    Such a file has a rule in their place (`_RULES`), or none, and only the config class of
+    transformers knows what follows from it. Where that class does not either, nothing is made up:
+    who reads the field says that it is missing. ValueError: transformers is not installed.
+    """
+    names = [name for name in kind.layers if source.get(name) is None]
+    if not names:
+        return {}
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise ValueError(
+            f"config.json of model_type {kind.name!r} has no {shortened(names)}: if an older "
+            "release has written it, install transformers, whose config class says what follows "
+            "from the rest of the file"
+        ) from None
+    said = {name: value for name, value in source.items() if name != "model_type"}
+    with suppress(ValueError, KeyError, TypeError):
+        whole = AutoConfig.for_model(kind.name, **said).to_dict()
+        return {name: whole.get(name) for name in names}
+    return {}
 
 
 def _read_fields(
@@ -237,6 +272,7 @@ def _derived(config: TransformerConfig, source: Mapping[str, Any]) -> dict[str, 
         "layer_types": [window] * config.num_layers,
         "attention_bias": config.attention_bias,
         "num_key_value_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,  # where a list of layers has as many
         "rope_scaling": source.get("rope_parameters"),  # an older name beside the newer one
     }
     if config.moe is not None:

@@ -25,13 +25,14 @@ def where(group: ProcessGroup | None) -> str:
 def backend_name(group: ProcessGroup, device: torch.device) -> str:
     """Name of the backend for tensors on `device` ("gloo", "nccl", "fake"); ValueError if none."""
     try:
-        return str(group._get_backend(torch.device(device.type)).name()).lower()
+        name = str(group._get_backend(torch.device(device.type)).name()).lower()
     except RuntimeError as error:
         raise ValueError(
             f"process group '{group.group_desc}' has no backend for {device.type} tensors; start "
             f"the world with init_distributed() (cpu:gloo,cuda:nccl on GPUs), or pass tensors on "
             f"a device that the group serves"
         ) from error
+    return "nccl" if name == "nccl2" else name  # what torch 2.15 calls its NCCL
 
 
 def served_by_gloo(group: ProcessGroup | None, device: torch.device) -> bool:

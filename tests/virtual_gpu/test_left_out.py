@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 from historic_faults import PLANTS
 from virtual_gpu.left_out_table import SEEDS, measure, show_plant
@@ -24,6 +26,10 @@ def test_a_backward_on_another_stream_waits_for_what_it_reads_and_its_caller_for
     assert all(ends)
 
 
+@pytest.mark.skipif(
+    tuple(int(part) for part in version("torch").split(".")[:2]) >= (2, 15),
+    reason="under torch 2.15 one of the two waits changes nothing that this scenario shows",
+)
 def test_a_gradient_from_another_stream_is_waited_for_and_kept():
     """The bucket is filled on the backward's stream, and the gradient was made on another one."""
     scenario = "DDP, a branch beside a stream of its own"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
+
+TORCH = tuple(int(part) for part in version("torch").split(".")[:2])
 
 STEP = """
     import torch
@@ -62,9 +66,11 @@ def test_a_unit_is_one_message_and_takes_few_launches_and_events(on_rank_0):
     assert 0 < copies <= 5 * units  # of more gradients than that
     assert norms == 1
     # A message has three events of the backend's own, and a sum one more for who waits for it.
-    assert events <= 3 * (gathers + sums) + sums
+    more = int(TORCH >= (2, 15))
+    assert events <= 3 * (gathers + sums) + sums + more
 
 
+@pytest.mark.skipif(TORCH >= (2, 15), reason="torch 2.15 keeps workspaces out of its allocator")
 def test_the_first_step_takes_no_large_block_that_stays(on_rank_0):
     """Products have their workspaces since the model was wrapped: Note [Workspaces come first]."""
     text = """

@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
+TORCH = tuple(int(part) for part in version("torch").split(".")[:2])
+# torch 2.13 leaves work on a stream that the capture does not join, and ends it with an error.
+pytestmark = pytest.mark.skipif(TORCH < (2, 14), reason="whole steps are captured since torch 2.14")
 CASES = {
     "strategies": ("0", "1", "2", "3"),
     "wrappers": ("ddp", "ddp, sharded"),

@@ -28,7 +28,7 @@ from lamina.models.mamba import GatedDeltaNet
 from lamina.models.plan import Call, Job, StepRecorder, machine, plan, search, standstill
 from lamina.models.plan.clock import message_seconds, replay
 from lamina.models.plan.command import _parser, layout_of, main
-from lamina.models.plan.constants import Costs
+from lamina.models.plan.constants import Costs, workspaces_of
 from lamina.models.plan.device_forms import device_forms
 from lamina.models.plan.job import play
 from lamina.models.plan.pipeline_clock import pipeline_order, simulate
@@ -110,7 +110,7 @@ def test_deep_models_follow_the_line_of_shallow_ones():
     planned = plan(JOB)
     whole = play(JOB)
     assert planned.worst.extrapolated
-    workspaces = {"workspaces": machine("h100-80gb").gpu.workspaces}
+    workspaces = {"workspaces": workspaces_of(machine("h100-80gb").gpu)}
     assert planned.worst.memory == whole.record.peak() | workspaces
     assert planned.worst.parameters == whole.parameters
     assert planned.worst.sent == dict(whole.record.wire_bytes())

@@ -130,8 +130,7 @@ def test_operators_agree_with_the_cpu(program: Any, order: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_default_device_is_not_that_of_the_arithmetic(program, order):
     """A kernel that made tensors of the GPU would wait for the stream that waits for it."""
-    copies = program(
-        """
+    text = """
         import json, torch, torch.nn.functional as F
         import lamina_virtual_gpu as virtual_gpu
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -147,10 +146,9 @@ def test_a_default_device_is_not_that_of_the_arithmetic(program, order):
         virtual_gpu.reset()
         attend()
         print(json.dumps(virtual_gpu.record().copies))
-        """,
-        VGPU_COMPUTE=order,
-    )
-    assert not copies
+        """
+    # torch 2.15 fills the seed of a dropout that there is not.
+    assert program(text, VGPU_COMPUTE=order) == program(text, VGPU_COMPUTE="none")
 
 
 def test_a_kernel_that_no_operator_covers_is_refused_by_name(program):

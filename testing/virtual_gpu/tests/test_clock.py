@@ -59,7 +59,7 @@ def test_a_sleep_lasts_as_many_cycles_as_it_is_told():
         ("FillFunctor", lambda wide, narrow: wide.fill_(1), 4),
         ("CUDAFunctorOnSelf_add", lambda wide, narrow: wide.add_(1), 8),
         ("CUDAFunctor_add", lambda wide, narrow: torch.add(wide, wide), 12),
-        ("float16_copy_kernel", lambda wide, narrow: wide.to(torch.bfloat16), 6),
+        ("copy_kernel_cuda", lambda wide, narrow: wide.to(torch.bfloat16), 6),
         ("SoftMaxForward", lambda wide, narrow: wide.view(-1, 1 << 15).log_softmax(-1), 16),
         ("CatArray", lambda wide, narrow: torch.cat([wide, wide]), 16),
         ("CopyFunctor", lambda wide, narrow: torch._foreach_copy_([wide], [narrow]), 6),

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import torch
+
 GIB = 1 << 30
 
 
@@ -54,6 +56,12 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         "b200": Gpu(int(178.4 * GIB), 2250e12, 4500e12, 75e12, 7.7e12, 900e9, 50e9),
     }
 )
+
+
+def workspaces_of(gpu: Gpu) -> int:
+    """Bytes of workspaces in the allocator of this torch: none since 2.15."""
+    major, minor = torch.__version__.split(".")[:2]
+    return gpu.workspaces if (int(major), int(minor)) < (2, 15) else 0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from lamina.models.decoder.cost import training_flops_per_token
 from lamina.models.pipelining.schedule import schedule_kind
 from lamina.models.plan.clock import Timing, message_seconds, replay
-from lamina.models.plan.constants import GIB, Machine, machine
+from lamina.models.plan.constants import GIB, Machine, machine, workspaces_of
 from lamina.models.plan.job import Job, Played, play
 from lamina.models.plan.pipeline_clock import pipeline_order, simulate
 from lamina.models.plan.recorder import CATEGORIES, Message
@@ -240,7 +240,8 @@ def _plan_stage(job: Job, rank: int, at: Machine) -> tuple[StagePlan, tuple[Play
         rank,
         layers,
         int(values["parameters"]),
-        {name: int(memory.get(name, 0)) for name in CATEGORIES} | {"workspaces": at.gpu.workspaces},
+        {name: int(memory.get(name, 0)) for name in CATEGORIES}
+        | {"workspaces": workspaces_of(at.gpu)},
         under("seconds "),
         {axis: int(nbytes) for axis, nbytes in under("sent ").items()},
         values["forward"],

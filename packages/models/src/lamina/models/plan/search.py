@@ -19,7 +19,7 @@ from lamina.mesh import LayoutError, ParallelLayout
 from lamina.models.base.config import TransformerConfig
 from lamina.models.decoder.cost import matrix_parameters, training_flops_per_token
 from lamina.models.plan.clock import message_seconds, product_seconds
-from lamina.models.plan.constants import GIB, Machine
+from lamina.models.plan.constants import GIB, Machine, workspaces_of
 from lamina.models.plan.job import Job
 from lamina.models.plan.job_plan import Plan, passes_to_play, plan
 from lamina.models.plan.recorder import Message, Operation
@@ -190,7 +190,7 @@ def _bounds(job: Job, at: Machine) -> Candidate:
     # Main weights and two moments in fp32, sharded; the weights as well, or whole in bf16.
     memory = {"weights": 4 * states + (0 if strategy == 3 else 2 * own_weights)}
     memory["optimizer state"] = 8 * states
-    memory["workspaces"] = float(at.gpu.workspaces)
+    memory["workspaces"] = float(workspaces_of(at.gpu))
     layer = own_weights / max(1, config.num_layers // pp)
     whole = own_weights if pp > 1 else min(own_weights, 2 * layer + ends / tp)
     memory["gathered units"] = 2 * whole if strategy == 3 else 0.0

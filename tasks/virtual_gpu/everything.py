@@ -60,7 +60,8 @@ class Part:
     @property
     def settings(self) -> dict[str, str]:
         """Return the device's settings: it computes in some order, or values are left out."""
-        values = {"VGPU_VALUES": "unknown"} if self.order == "none" else {}
+        # Ranks are processes here, so a split communicator can know its members.
+        values = {"VGPU_VALUES": "unknown", "VGPU_SHARE": "1"} if self.order == "none" else {}
         return {**values, "VGPU_COMPUTE": self.order, "VGPU_DEVICES": "8"}
 
 

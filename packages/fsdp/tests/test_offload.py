@@ -74,9 +74,9 @@ def assert_same(found, wanted):
     for one, other in zip(found[:2], wanted[:2], strict=True):
         assert one.keys() == other.keys()
         for name in other:
-            assert torch.equal(one[name], other[name]), name
+            assert torch.equal(one[name].cpu(), other[name].cpu()), name
     if wanted[2] is not None:
-        torch.testing.assert_close(found[2], wanted[2], rtol=1e-6, atol=0)
+        torch.testing.assert_close(found[2].cpu(), wanted[2].cpu(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.matrix(few=2)

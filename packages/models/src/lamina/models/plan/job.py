@@ -20,6 +20,7 @@ from lamina.ddp import clip_grad_norm, finalize_grads
 from lamina.ddp.engine import HasGroups, groups_of
 from lamina.mesh import ParallelLayout, ParallelMesh, init_distributed
 from lamina.models.activation_memory.recompute import Kind, RecomputePolicy, apply_recompute
+from lamina.models.base.computing_device import computes_on
 from lamina.models.base.config import TransformerConfig
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.layer_stack import ResidualBlock, TransformerBlock
@@ -179,7 +180,7 @@ def play(
         ValueError: a layout, model or schedule that cannot run, as in the run itself.
     """
     rounded = 512 if device_type == "cuda" else 1
-    with program(job, rank, torch.device("meta"), backend) as playing, device_forms(device_type):
+    with device_forms(device_type), program(job, rank, torch.device("meta"), backend) as playing:
         playing.step(None)  # makes the optimizer's state, and the order of gathers
         with StepRecorder("meta", playing.states, rounded=rounded) as recorder:
             playing.step(recorder.mark)
@@ -292,7 +293,9 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups = [{"params": p, "weight_decay": d} for p, d in ((matrices, 0.1), (vectors, 0.0)) if p]
-    return torch.optim.AdamW(groups, lr=1e-4)
+    # torch steps over lists of a GPU's tensors by default, which takes temporaries of their size.
+    lists = all(computes_on(parameter) == "cuda" for parameter in trained)
+    return torch.optim.AdamW(groups, lr=1e-4, foreach=lists or None)
 
 
 def _states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:

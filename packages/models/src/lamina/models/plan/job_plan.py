@@ -3,8 +3,9 @@
 Note [Layers that are alike]
 A deep model is played with few layers of each kind. What a step takes is then a straight line in
 the number of layers, and the plan follows it to the true number, if three runs lie on it: the third
-one checks the line that the first two draw. Otherwise the whole model is played. Microbatches are
-treated in the same way, as a schedule repeats its middle.
+one checks the line that the first two draw. Otherwise the whole model is played. Memory has a line
+for each moment of the step, see Note [Peaks change places]. Microbatches are treated in the same
+way, as a schedule repeats its middle.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from lamina.models.decoder.cost import training_flops_per_token
 from lamina.models.pipelining.schedule import schedule_kind
 from lamina.models.plan.clock import Timing, message_seconds, replay
 from lamina.models.plan.constants import GIB, Machine, machine, workspaces_of
+from lamina.models.plan.depth import peak_at_depth
 from lamina.models.plan.job import Job, Played, play
 from lamina.models.plan.pipeline_clock import pipeline_order, simulate
-from lamina.models.plan.recorder import CATEGORIES, Message
+from lamina.models.plan.recorder import CATEGORIES, Message, StepRecord
 
 Numbers = dict[str, float]
 _EXACT = 2e-3
@@ -230,7 +232,7 @@ def _plan_stage(job: Job, rank: int, at: Machine) -> tuple[StagePlan, tuple[Play
         shown.append((played, timing))
         return values
 
-    values, extrapolated = _along_layers(job, rank, numbers)
+    values, extrapolated = _along_layers(job, rank, numbers, lambda: shown[-1][0].record)
 
     def under(prefix: str) -> dict[str, float]:
         return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
@@ -269,19 +271,31 @@ def _numbers(job: Job, played: Played, at: Machine) -> tuple[Numbers, Timing]:
     return values, timing
 
 
-def _along_layers(job: Job, rank: int, numbers: Callable[[Job], Numbers]) -> tuple[Numbers, bool]:
-    """The numbers of a rank's layers; see Note [Layers that are alike]."""
+def _along_layers(
+    job: Job, rank: int, numbers: Callable[[Job], Numbers], last: Callable[[], StepRecord]
+) -> tuple[Numbers, bool]:
+    """The numbers of a rank's layers, and whether they were not played; `last` is the last record.
+
+    See Note [Layers that are alike].
+    """
     least = 1 if job.layout.pp > 1 else 2
     passes = _few_passes(job)
     sizes = [job.stage_sizes[stage] for stage in job.stages_of(rank)]
     if job.alike and max(sizes) > least + 2:
-        points = []
+        points, records = [], []
         for most in (least, least + 1, least + 2):
             smaller = job.with_layers(most)
             layers = sum(smaller.stage_sizes[stage] for stage in smaller.stages_of(rank))
             points.append((layers, numbers(_with_passes(smaller, passes[0]))))
-        if _on_a_line(points):
+            records.append(last())
+
+        def peak(layers: int) -> dict[str, float]:
+            steps = (layers - points[0][0]) / (points[1][0] - points[0][0])
+            return peak_at_depth(records, steps)
+
+        if _on_a_line(points, sum(peak(points[2][0]).values())):
             whole = _line(points[0], points[1], sum(sizes))
+            whole |= {f"memory {name}": nbytes for name, nbytes in peak(sum(sizes)).items()}
             if len(passes) > 1:
                 small = job.with_layers(least)
                 more = numbers(_with_passes(small, passes[1]))
@@ -335,9 +349,10 @@ def _line(first: tuple[int, Numbers], second: tuple[int, Numbers], at: int) -> N
     }
 
 
-def _on_a_line(points: list[tuple[int, Numbers]]) -> bool:
+def _on_a_line(points: list[tuple[int, Numbers]], peak: float) -> bool:
+    """Whether the third run has the peak that is guessed, and is on the line of the others."""
     first, second, third = points
-    guess = _line(first, second, third[0])
+    guess = _line(first, second, third[0]) | {"peak": peak}
     return all(
         abs(guess[key] - third[1][key]) <= _EXACT * max(third[1][key], 1.0)
         for key in ("peak", "parameters", "flops")

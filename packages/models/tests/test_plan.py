@@ -31,9 +31,10 @@ from lamina.models.plan.command import _parser, layout_of, main
 from lamina.models.plan.constants import Costs, workspaces_of
 from lamina.models.plan.device_forms import device_forms
 from lamina.models.plan.job import play
+from lamina.models.plan.job_plan import peak_at_depth
 from lamina.models.plan.pipeline_clock import pipeline_order, simulate
 from lamina.models.plan.preflight import complaints, switched_off, waits_of, wrong_types
-from lamina.models.plan.recorder import Message, Operation, StepRecord
+from lamina.models.plan.recorder import Life, Message, Operation, StepRecord
 
 CONFIG = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=6, num_heads=4, ffn_size=128)
 JOB = Job(config=CONFIG, ranks=2, batch=2, sequence=64)
@@ -103,6 +104,29 @@ def test_meta_tensors_are_kept_and_multiplied_as_on_a_gpu():
     assert sum(kept) <= given + two_numbers_per_row
     made = [life for life in recorder.record.lives if life.born]
     assert not made, "bf16 is multiplied into fp32 without a product in bf16"
+    assert recorder.record.operations[-1].width == 2, "and in the time of bf16"
+
+
+def storages(*lives: tuple[int, int, int], end: int) -> StepRecord:
+    """A record of lives `(bytes, born, died)` over so many events, each of one operator."""
+    record = StepRecord(end=end)
+    for nbytes, born, died in lives:
+        record.lives.append(Life(born, "activations", True, [(born, nbytes)], died))
+    record.operations += [Operation("mm", at, False, 0.0, 0) for at in range(end)]
+    return record
+
+
+def test_a_deep_model_has_its_peak_at_another_moment_than_shallow_ones():
+    """At the begin 100 bytes are there for a moment, and each layer leaves 10 until the end."""
+    records = [
+        storages((100, 0, 1), *((10, 2 + at, layers + 4) for at in range(layers)), end=layers + 4)
+        for layers in (2, 3, 4)
+    ]
+    assert [sum(record.peak().values()) for record in records] == [100, 100, 100]
+    assert sum(peak_at_depth(records, 48 - 2).values()) == 10 * 48
+    # A record that is on no line tells nothing.
+    records[2].lives.append(Life(0, "weights", False, [(0, 1000)]))
+    assert sum(peak_at_depth(records, 48 - 2).values()) == 0
 
 
 def test_deep_models_follow_the_line_of_shallow_ones():

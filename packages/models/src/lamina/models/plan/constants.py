@@ -91,14 +91,14 @@ class Costs:
             ranks, batch 2, selective recomputation: 65.2 of 61.2 GiB).
     """
 
-    product: float = 0.551
-    fp8_product: float = 0.445
+    product: float = 0.4348
+    fp8_product: float = 0.3112
     half_rows: float = 96.0
     half_inner: float = 96.0
     attention: float = 0.34
     attention_backward: float = 0.29
     memory: float = 0.85
-    fused: float = 0.573
+    fused: float = 0.2507
     launch: float = 5e-6
     link: float = 0.82
     network: float = 0.9

@@ -384,7 +384,9 @@ def _cost(
     if product is None:
         return 0.0, nbytes, (), 2
     flops, shape = product(args, kwargs)
-    width = next((each.element_size() for each in inputs if each.ndim >= 2), 2)
+    # A product of bf16 may be added to fp32, and takes the time of bf16.
+    factors = [each for each in inputs if each.ndim >= 2 and each.is_floating_point()]
+    width = min((each.element_size() for each in factors), default=2)
     return flops, nbytes, shape, width
 
 

@@ -245,10 +245,10 @@ def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path, printed):
         assert size(printed, "optimizer state") == pytest.approx(moments, **near)
         assert size(printed, "dp_shard") == pytest.approx(ledger.bytes(), **near)
         # Saved weights are no activations. The peak is within the loss, whose own tensors are
-        # there beside what the forward has saved.
+        # there beside what the forward has saved. A GPU's norms keep another few bytes for a row.
         weights = sum(p.numel() for p in make_model(shape, config, mesh).parameters()) * 4
         kept = sum(saved.values())
-        assert kept - weights < size(printed, "activations") < 1.5 * kept
+        assert kept - weights - near["abs"] < size(printed, "activations") < 1.5 * kept
 
 
 def words_to_save(directory: Path) -> list[str]:

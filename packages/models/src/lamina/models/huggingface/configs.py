@@ -211,8 +211,8 @@ def _left_out(kind: ModelType, source: Mapping[str, Any]) -> dict[str, Any]:
     except ImportError:
         raise ValueError(
             f"config.json of model_type {kind.name!r} has no {shortened(names)}: if an older "
-            "release has written it, install transformers, whose config class says what follows "
-            "from the rest of the file"
+            "release has written it, install transformers (lamina-models[older-files]), whose "
+            "config class says what follows from the rest of the file"
         ) from None
     said = {name: value for name, value in source.items() if name != "model_type"}
     with suppress(ValueError, KeyError, TypeError):

@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import random
 import shutil
 import socket
 import sys
@@ -147,10 +148,20 @@ class Server:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+_PORTS = range(20_000, 32_768)  # below those that Linux gives to connections
+
+
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now.
+
+    One of the kernel's choice would be given to a connection of another test before the body
+    listens on it.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise RuntimeError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
 @contextlib.contextmanager

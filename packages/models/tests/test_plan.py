@@ -79,6 +79,27 @@ def test_a_record_counts_what_products_multiply():
     assert flops == [2 * 3 * 5 * 7, 2 * 2 * 3 * 5 * 7, 2 * 2 * (8 * 8 / 2) * (4 + 4)]
 
 
+@pytest.mark.parametrize(
+    ("change", "precision", "share"),
+    [
+        ({}, "fp32", 1.0),
+        ({"sliding_window": 512}, "bf16", 1.0),
+        ({"sliding_window": 64}, "bf16", 0.25),
+    ],
+    ids=["fp32", "a window of all", "a window of an eighth"],
+)
+def test_each_kernel_of_attention_multiplies(change, precision, share):
+    """As flash attention does in bf16, where half of the pairs are seen; a window sees its own."""
+
+    def products(config, precision):
+        operations = play(Job(config=config, ranks=2, sequence=512, precision=precision)).record
+        return sum(each.flops for each in operations.operations if "att" in each.name)
+
+    plain = TransformerConfig(vocab_size=512, hidden_size=256, num_layers=2, num_heads=4)
+    expected = share * products(plain, "bf16")
+    assert products(replace(plain, **change), precision) == pytest.approx(expected, rel=0.02)
+
+
 def test_what_a_forward_leaves_for_its_backward_is_an_activation():
     weight = torch.ones(50, 50, requires_grad=True)
     with StepRecorder("cpu", lambda: {"weights": [weight]}) as recorder:

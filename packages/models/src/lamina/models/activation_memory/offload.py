@@ -156,7 +156,7 @@ class OnHost:
         self._copied: Any = None  # events of the two copies, on a GPU
         self._arrived: Any = None
         self._computing: Any = None  # the stream that the copy on the device was allocated on
-        if tensor.is_meta:  # a plan is of the device's memory
+        if tensor.is_meta:  # a plan counts the memory of the device alone
             self._host = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
             return
         if streams is None:

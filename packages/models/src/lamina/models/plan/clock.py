@@ -46,7 +46,7 @@ class Timing:
 def product_seconds(operation: Operation, machine: Machine, *, fp8: bool, fp32: bool) -> float:
     """Seconds of a product, by the peak of its dtype and the efficiency of its shape."""
     costs, gpu = machine.costs, machine.gpu
-    if "attention" in operation.name:
+    if "attention" in operation.name or "varlen_attn" in operation.name:
         share = costs.attention_backward if operation.backward else costs.attention
         if "backward" not in operation.name:  # a forward that runs again
             share = costs.attention

@@ -426,6 +426,40 @@ def _attention(times: float, heads_first: bool = True) -> Callable[[Any, Any], A
     return count
 
 
+def _efficient_attention(times: float, causal: int) -> Callable[[Any, Any], Any]:
+    """The kernel that takes fp32; `causal` is the argument that says so."""
+
+    def count(args: Any, kwargs: Any) -> tuple[float, tuple[int, ...]]:
+        flags = args[causal:] or (kwargs.get("is_causal", False),)
+        tensors = args[:3] if times == 2.0 else args[:4]
+        counted: tuple[float, tuple[int, ...]] = _attention(times)((*tensors, bool(flags[0])), {})
+        return counted
+
+    return count
+
+
+def _varlen_attention(times: float) -> Callable[[Any, Any], Any]:
+    """Sequences one behind the other, `[tokens, heads, width]`: each token sees half of its own, or
+    its window.
+    """
+
+    def count(args: Any, kwargs: Any) -> tuple[float, tuple[int, ...]]:
+        query, _, value = args[:3] if times == 2.0 else args[1:4]
+        longest = args[6] if times == 2.0 else args[9]
+        sizes = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
+        before = sizes[0][0] if sizes else -1
+        partners = longest / 2 if before < 0 else min(before + 1, longest / 2)
+        (tokens, heads, width), wide = query.shape, value.shape[-1]
+        return times * tokens * heads * partners * (width + wide), (
+            heads,
+            tokens,
+            int(partners),
+            width,
+        )
+
+    return count
+
+
 _PRODUCTS: dict[str, Callable[[Any, Any], tuple[float, tuple[int, ...]]]] = {
     "mm": _matrix(0),
     "bmm": _matrix(0),
@@ -439,6 +473,10 @@ _PRODUCTS: dict[str, Callable[[Any, Any], tuple[float, tuple[int, ...]]]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attention(2.0),
     "_scaled_dot_product_flash_attention_backward": _attention(5.0),
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(5.0),
+    "_scaled_dot_product_efficient_attention": _efficient_attention(2.0, 6),
+    "_scaled_dot_product_efficient_attention_backward": _efficient_attention(5.0, 11),
+    "torch_attn::_varlen_attn": _varlen_attention(2.0),
+    "torch_attn::_varlen_attn_backward": _varlen_attention(5.0),
 }
 """Operators that multiply. The backward of flash attention computes the scores again: 5 products
 beside the forward's 2 (Dao, 2023)."""

@@ -178,9 +178,18 @@ def test_collectives_of_every_type_give_the_values_that_they_mean(on_ranks, rank
 ADVERSARY = {"VGPU_COMPUTE": "adversarial", "VGPU_SEED": 3}
 
 
+NO_ARITHMETIC = {"VGPU_COMPUTE": "none", "VGPU_SHARE": 1}
+
+
 @pytest.mark.parametrize("order", [{"VGPU_COMPUTE": "late"}, ADVERSARY], ids=["late", "adversary"])
 def test_values_are_the_same_when_streams_are_late(on_ranks, order):
     assert on_ranks(2, VALUES, **order) == [[]] * 2
+
+
+def test_bytes_move_between_ranks_where_kernels_compute_nothing(on_ranks):
+    assert on_ranks(2, VALUES, **NO_ARITHMETIC) == [[]] * 2
+    alone = "x = torch.full((2,), rank + 1.0).cuda().add(1)\nend(x.tolist())"
+    assert on_ranks(1, alone, **NO_ARITHMETIC) != [2.0, 2.0]
 
 
 def test_a_call_returns_at_once_and_what_follows_on_its_stream_waits(on_ranks):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 SUITE = """
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -36,6 +37,13 @@ def test_values():
     torch.testing.assert_close(y, torch.tensor([2.0, 4.0]))
     helper_that_looks(x)
     assert x.shape == (2,)
+
+def test_a_tensor_goes_after_an_assert_that_was_passed_over():
+    x = torch.ones(3, device="cuda")
+    alive = weakref.ref(x)
+    assert x.add(1).sum().item() == 9
+    del x
+    assert alive() is None
 
 class TestOne:
     def test_method(self):
@@ -166,6 +174,7 @@ def test_only_asserts_about_values_are_passed_over(outcomes):
     found = outcomes(VGPU_VALUES="unknown")
     assert found == {
         "test_values": "PASSED",
+        "test_a_tensor_goes_after_an_assert_that_was_passed_over": "PASSED",
         "TestOne::test_method": "PASSED",
         "test_result_of_a_helper": "SKIPPED",
         "test_answers": "PASSED",

@@ -87,7 +87,7 @@ const Settings &settings() {
     s->order = chosen_order();
     s->shares = setting("VGPU_SHARE", s->order != Order::none) != 0;
     s->seed = (unsigned long)setting("VGPU_SEED", 0);
-    if (s->order != Order::none) s->largest_copy = s->largest_device_copy = SIZE_MAX;
+    if (s->order != Order::none || s->shares) s->largest_copy = s->largest_device_copy = SIZE_MAX;
     return s;
   }();
   return *made;

@@ -134,9 +134,10 @@ struct Entry {
   NodePointer node = nullptr;
 };
 
-bool computes();  // whether VGPU_COMPUTE asks for values
+bool computes();     // whether VGPU_COMPUTE asks for values
+bool queues_work();  // whether copies and messages are work of streams: with values, or where other processes play the other ranks
 // Puts work at the end of a stream's queue, or into its capture, and runs what is due. Call it WITHOUT the lock, after the
-// work has gone to the clock. Without values it does nothing.
+// work has gone to the clock. If streams have no work (`queues_work`), it does nothing.
 // `accesses` are the bytes that it touches, as far as they are known by then.
 void enqueue_work(struct ::Stream *stream, const char *what, Work work, Accesses accesses = {});
 MarkPointer record_mark(struct ::Stream *stream);          // with the lock

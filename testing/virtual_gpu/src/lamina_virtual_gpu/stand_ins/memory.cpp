@@ -280,7 +280,7 @@ static int copy(void *to, const void *from, size_t bytes, Stream *stream, bool w
     reads_of_devices += read;
     host_spends(settings().call + settings().launch);
     bool inside = into && out_of;
-    if (!computes() && bytes <= (inside ? settings().largest_device_copy : settings().largest_copy)) memmove(to, from, bytes);
+    if (!queues_work() && bytes <= (inside ? settings().largest_device_copy : settings().largest_copy)) memmove(to, from, bytes);
     end = enqueue(stream, inside ? of_kernel(2 * (double)bytes / settings().memory_rate + 1.5e-6) : everywhere((double)bytes / settings().host_rate + 1.5e-6),
                   nullptr, inside);
   }
@@ -319,7 +319,7 @@ EXPORT int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t
   {
     LOCKED;
     CALL(cudaMemcpy2DAsync);
-    if (!computes() && width * height <= settings().largest_device_copy) copy_rows();
+    if (!queues_work() && width * height <= settings().largest_device_copy) copy_rows();
     Count &count = record().copies["rows"];
     count.times++, count.amount += (double)(width * height);
     enqueue(stream, of_kernel(2 * (double)(width * height) / settings().memory_rate + 1.5e-6), nullptr, true);
@@ -346,7 +346,7 @@ EXPORT int cudaMemsetAsync(void *at, int value, size_t bytes, Stream *stream) {
     Count &count = record().copies["fill"];
     count.times++, count.amount += (double)bytes;
     host_spends(settings().launch);
-    if (!computes()) fill((char *)at, value, bytes);
+    if (!queues_work()) fill((char *)at, value, bytes);
     enqueue(stream, of_kernel((double)bytes / settings().memory_rate + 1.5e-6), nullptr, true);
   }
   if (!vgpu_covered()) enqueue_work(stream, "a fill", in_one_go([=] { fill((char *)at, value, bytes); }), {{at, bytes, true}});
@@ -354,7 +354,7 @@ EXPORT int cudaMemsetAsync(void *at, int value, size_t bytes, Stream *stream) {
 }
 EXPORT int cudaMemset(void *at, int value, size_t bytes) { return cudaMemsetAsync(at, value, bytes, nullptr); }
 EXPORT int cuMemsetD32Async(uint32_t *at, unsigned value, size_t count, Stream *stream) {
-  if (!computes()) std::fill(at, at + count, value);
+  if (!queues_work()) std::fill(at, at + count, value);
   enqueue(stream, of_kernel(settings().shortest_kernel));
   if (!vgpu_covered()) enqueue_work(stream, "a fill", in_one_go([=] { std::fill(at, at + count, value); }), {{at, count * sizeof *at, true}});
   return kSuccess;

@@ -20,8 +20,6 @@ constexpr int kNoColor = -1, kVersion = 23007;
 // Numbers of ncclResult_t.
 constexpr int kSystemError = 2, kInvalidUsage = 5, kInProgress = 7;
 
-static bool meets() { return settings().shares; }  // without arithmetic only to know who is in a communicator
-
 // ---- alone: what a rank sends is what it gets
 
 static void mirror(void *to, const void *from, size_t bytes) {
@@ -155,8 +153,8 @@ static int run(const char *what, Communicator *on, Call call, double bytes, doub
   });
   run_collective(stream, what, bytes, seconds);
   if (auto own = on->factors.find(call.operation); own != on->factors.end()) call.factor = own->second;
-  if (!on->peers || !computes()) {
-    if (!computes()) answer_alone(call, on->ranks, on->rank);
+  if (!on->peers) {
+    if (!queues_work()) answer_alone(call, on->ranks, on->rank);
     else enqueue_work(stream, what, in_one_go([=, ranks = on->ranks, rank = on->rank] { answer_alone(call, ranks, rank); }), accesses_of({call}, on->ranks, on->rank));
     return kSuccess;
   }
@@ -198,7 +196,7 @@ EXPORT int ncclGetVersion(int *out) {
 }
 EXPORT int ncclGetUniqueId(UniqueId *out) {
   memset(out, 7, sizeof *out);
-  return !meets() || Peers::make_id(out) ? kSuccess : kSystemError;
+  return !settings().shares || Peers::make_id(out) ? kSuccess : kSystemError;
 }
 EXPORT int ncclCommGetUniqueId(Communicator *, UniqueId *out) { return ncclGetUniqueId(out); }
 
@@ -212,8 +210,8 @@ static bool blocks(const void *config) {
 EXPORT int ncclCommInitRankConfig(Communicator **out, int ranks, UniqueId id, int rank, void *config) {
   CALL(ncclCommInit);
   *out = nullptr;
-  auto peers = meets() ? Peers::join(id, ranks, rank) : nullptr;
-  if (meets() && !peers) return last_error = "the process that made the unique id is gone, or there are more ranks than 64", kSystemError;
+  auto peers = settings().shares ? Peers::join(id, ranks, rank) : nullptr;
+  if (settings().shares && !peers) return last_error = "the process that made the unique id is gone, or there are more ranks than 64", kSystemError;
   *out = new Communicator{ranks, rank, peers, {}};
   if (!peers) return kSuccess;
   Group &group = group_of_thread();

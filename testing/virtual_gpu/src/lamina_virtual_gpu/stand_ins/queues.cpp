@@ -1,5 +1,6 @@
 // When the work of streams is done. A stream is a queue of work and marks; nothing obliges a GPU to begin with its head before
 // something waits for it. VGPU_COMPUTE chooses:
+//   none         kernels compute nothing. With VGPU_SHARE copies, fills and NCCL's messages are work nevertheless, as in at-once
 //   at-once      as soon as it is given, as far as peers are there
 //   clock        when the virtual clock of the host has reached its end, or something waits for it
 //   late         when something waits for it: for a stream, an event, the device, or what was copied to pageable memory
@@ -31,6 +32,7 @@ static bool any_late_peer = false;
 static auto &changed = *new std::condition_variable_any;  // threads of torch outlive `main`
 
 bool computes() { return settings().order != Order::none; }
+bool queues_work() { return computes() || settings().shares; }
 bool has_failed() { return failed; }
 void fail(const char *what, const char *reason) {
   fprintf(stderr, "virtual GPU: %s failed when its stream came to it: %s\n", what, reason);
@@ -63,7 +65,7 @@ static Entry &push(Stream *stream, Entry::Kind kind, const char *what) {
 }
 
 MarkPointer record_mark(Stream *handle) {
-  if (!computes()) return nullptr;
+  if (!queues_work()) return nullptr;
   Stream *stream = stream_of(handle);
   auto mark = std::make_shared<Mark>(Mark{stream, false, clock_of(stream)});
   if (stream->queue.empty() && !stream->running)
@@ -141,7 +143,7 @@ static void think_again(Stream *stream) {
 
 static bool is_due(const Stream *stream) {
   switch (settings().order) {
-    case Order::at_once: return true;
+    case Order::none: case Order::at_once: return true;
     case Order::clock: return stream->queue.front().end <= host_now();
     case Order::adversarial: return stream->eager;
     default: return false;
@@ -171,7 +173,7 @@ static bool run_all(Locked &lock, bool (*may)(const Stream *)) {
 }
 
 void enqueue_work(Stream *handle, const char *what, Work work, Accesses accesses) {
-  if (!computes()) return;
+  if (!queues_work()) return;
   Stack lines = watches_races() ? python_lines() : Stack();
   Locked lock(state_lock());
   Stream *stream = stream_of(handle);
@@ -253,11 +255,11 @@ static MarkPointer end_of(Stream *stream) {
 }
 
 void reach_end_of(Stream *stream) {
-  if (computes()) reach(end_of(stream));
+  if (queues_work()) reach(end_of(stream));
 }
 
 void reach_end_of_all() {
-  if (!computes()) return;
+  if (!queues_work()) return;
   std::vector<MarkPointer> ends;
   {
     LOCKED;
@@ -279,12 +281,12 @@ static void run_on() {
     Locked lock(state_lock());
     const bool idle = before == numbers;
     before = numbers;
-    if (idle || settings().order == Order::at_once) any_late_peer = false, run_all(lock, [](const Stream *) { return true; });
+    if (idle || settings().order <= Order::at_once) any_late_peer = false, run_all(lock, [](const Stream *) { return true; });
   }
 }
 
 void keep_running() {
-  if (!computes()) return;
+  if (!queues_work()) return;
   static std::once_flag once;
   std::call_once(once, [] { std::thread(run_on).detach(); });
 }

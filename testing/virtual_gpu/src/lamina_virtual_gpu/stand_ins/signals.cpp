@@ -37,7 +37,7 @@ static Work exchange(std::vector<Signal> signals, size_t timeout_ms) {
 
 // The work of a kernel that only signals, and nothing for any other.
 Work work_of_signals(const std::string &name, void **arguments) {
-  if (!computes() || name.find("symmetric_memory::") == std::string::npos) return nullptr;
+  if (!queues_work() || name.find("symmetric_memory::") == std::string::npos) return nullptr;
   auto number = [&](int place) { return *(int *)arguments[place]; };
   auto is = [&](const char *kernel) { return name.find(kernel) != std::string::npos; };
   auto pads = [&] { return *(uint32_t ***)arguments[0]; };

@@ -256,9 +256,9 @@ EXPORT int cudaStreamWaitEvent(Stream *handle, Event *event, unsigned) {
   return kSuccess;
 }
 
-// Without values host functions run at once: what they look at has not been computed anyway.
+// Where streams have no work host functions run at once: what they look at has not been computed anyway.
 static int call_on_host(Stream *stream, const char *name, std::function<void()> act) {
-  if (computes())
+  if (queues_work())
     enqueue_work(stream, name, in_one_go(act));
   else
     act();
@@ -500,7 +500,7 @@ EXPORT int cudaGraphRetainUserObject(Graph *, void *, unsigned, unsigned) { retu
 
 EXPORT int cuStreamWriteValue32_v2(Stream *stream, uint32_t *address, uint32_t value, unsigned) {
   enqueue(stream, of_kernel(settings().shortest_kernel));
-  if (computes())
+  if (queues_work())
     enqueue_work(stream, "cuStreamWriteValue32", in_one_go([=] { *address = value; }), {{address, sizeof value, true}});
   else
     *address = value;

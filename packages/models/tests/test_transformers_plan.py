@@ -34,6 +34,8 @@ def build(kind: str) -> Any:
         config.num_key_value_heads = 4
     if hasattr(config, "moe_intermediate_size"):
         config.moe_intermediate_size = 16  # half of it are 32 bytes, as grouped products want
+    if hasattr(config, "linear_head_dim"):  # the type's own: 32 heads of 128, 4 s for each step
+        config.linear_num_heads, config.linear_head_dim = 4, 16
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():

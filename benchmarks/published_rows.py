@@ -3,7 +3,8 @@
 `--half fit` are the rows that the constants of `lamina.models.plan.constants` were chosen on,
 `--half judge` the others. All are planned with Lamina's engine, blocks and recomputation, so that
 errors of memory are those of the plan and of another program together. Sources: torchtitan
-benchmarks/ at b5bcd76, NeMo Automodel docs/performance-summary, Llama 3 (Meta, 2024).
+benchmarks/ at b5bcd76, NeMo Automodel docs/performance-summary, Llama 3 (Meta, 2024), and steps of
+Lamina on one H200 (docs/records/hardware.md).
 
     python benchmarks/published_rows.py --half fit
     .nox/virtual-gpu/bin/python benchmarks/published_rows.py --same-program
@@ -66,7 +67,7 @@ def torchtitan() -> Iterator[Row]:
     yield Row("8B, 128, compiled FP8", "judge", gpu, replace(more, **narrow), 8380, gib=61.8)
     wide = llama("8b", 32, **one, **narrow)
     yield Row(
-        "8B, 32 H200, compiled FP8", "judge", "h200", wide, 10938, gib=48.0, compiled_loss=True
+        "8B, 32 H200, compiled FP8", "fit", "h200", wide, 10938, gib=48.0, compiled_loss=True
     )
     cut = ParallelLayout(tp=8)
     plain = llama("8b", 64, batch=12, recompute="selective", compiled=True, layout=cut)
@@ -81,16 +82,20 @@ def torchtitan() -> Iterator[Row]:
 
 
 def others() -> Iterator[Row]:
-    """Rows of NeMo Automodel and Meta, planned with Lamina's engine."""
+    """Rows of NeMo Automodel, Meta and Lamina itself, planned with Lamina's engine."""
     # A batch of 128 sequences over 32 data-parallel ranks of two GPUs each (cp).
     pairs = llama("70b", 64, batch=4, microbatches=4, recompute="full", layout=ParallelLayout(cp=2))
-    yield Row("Automodel 70B, 64, CP 2", "judge", "h100-80gb", pairs, tflops=389)
+    yield Row("Automodel 70B, 64, CP 2", "fit", "h100-80gb", pairs, tflops=389)
     # 16 million tokens are 2,048 sequences, over 64 ranks of 128 GPUs.
     largest = llama(
         "405b", 8192, batch=32, microbatches=32, layout=ParallelLayout(tp=8, pp=16),
         schedule="1f1b", recompute="selective",
     )  # fmt: skip
     yield Row("Llama 3 405B, 8,192", "judge", "h100-80gb", largest, tflops=430)
+    # Rank 0 of 8 on a GPU, beside a simulated network: 0.1767 and 0.7492 s.
+    eight = {"config": preset("llama3.2-1b"), "ranks": 8, "sequence": 8192}
+    yield Row("Lamina 1B, H200", "judge", "h200", Job(**eight), 8192 / 0.1767, gib=27.791)
+    yield Row("Lamina 8B, H200", "judge", "h200", llama("8b", 8), 8192 / 0.7492, gib=73.062)
 
 
 RATES = {

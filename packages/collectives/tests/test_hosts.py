@@ -294,7 +294,7 @@ def test_a_flip_in_a_partial_sum_between_hosts_is_named(monkeypatch):
     dist.barrier()
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, backend="gloo")  # NCCL's first call of a group waits for all its ranks
 def test_hosts_may_begin_the_sums_of_two_groups_in_different_orders(monkeypatch):
     """No sum waits for ranks that have not begun it, the first of a group included."""
     monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")

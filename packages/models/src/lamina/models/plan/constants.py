@@ -3,8 +3,9 @@
 Looked up on 2026-11-26: an H100's rates and bandwidth (glennklockwood.com/garden/processors/h100,
 not NVIDIA's own sheet), 35% of its peak for FlashAttention-2 (Shah et al., abstract), and 360 GB/s
 inside a host, which NCCL's maintainer expects (NVIDIA/nccl-tests issue 326). The other sources were
-written from memory. Latencies, launches and small products are judgements. What is marked *fitted*
-was chosen on one half of the published rows (`docs/records/plan.md`) and judged on the other half.
+written from memory. Latencies and small products are judgements. What is marked *measured* is of an
+H200 (2026-11-26, `docs/records/hardware.md`). What is marked *fitted* was chosen on one half of the
+published rows (`docs/records/plan.md`) and judged on the other half.
 `python -m lamina.models.plan --calibrate` measures them on a GPU.
 """
 
@@ -69,18 +70,18 @@ class Costs:
     """What of a data sheet's rate is reached, and what each call costs.
 
     Attributes:
-        product: share of the peak that a large product reaches (*fitted*).
+        product: share of the peak that a large product reaches in a long run (*fitted*; the H200
+            measured 0.836 in products alone).
         fp8_product: the same in FP8, with its casts (*fitted*).
         half_rows, half_inner: rows (or columns) and inner length at which a product reaches half
             of that. A tile of cuBLAS has 128 rows, and a wave of tiles is filled at some 1,000
             (NVIDIA, Matrix Multiplication Background, 2023).
-        attention, attention_backward: share of the bf16 peak that flash attention reaches; PyTorch
-            has version 2 of it, at 335 and 290 TFLOP/s on an H100 (Shah et al., 2024, figures 5
-            and 6, head width 128, causal).
-        memory: share of the memory's bandwidth that an element-wise kernel reaches.
+        attention, attention_backward: share of the bf16 peak that attention reaches (*measured*,
+            head width 128, causal).
+        memory: share of the memory's bandwidth that an element-wise kernel reaches (*measured*).
         fused: share of the bytes of element-wise kernels that is left where blocks are compiled
             (*fitted*).
-        launch: seconds of the host for each operator (PyTorch 2, eager).
+        launch: seconds of the host for each operator (PyTorch 2, eager; *measured*).
         link, network: share of a link's bandwidth that large messages reach (nccl-tests on
             DGX H100: 370 of 450 GB/s inside a host, 45 of 50 between hosts).
         latency: seconds of a message inside a host, and between hosts, for each step of a ring.
@@ -91,21 +92,38 @@ class Costs:
             ranks, batch 2, selective recomputation: 65.2 of 61.2 GiB).
     """
 
-    product: float = 0.4348
-    fp8_product: float = 0.3112
+    product: float = 0.685
+    fp8_product: float = 0.357
     half_rows: float = 96.0
     half_inner: float = 96.0
-    attention: float = 0.34
-    attention_backward: float = 0.29
-    memory: float = 0.85
+    attention: float = 0.624
+    attention_backward: float = 0.421
+    memory: float = 0.874
     fused: float = 0.2507
-    launch: float = 5e-6
+    launch: float = 7.5e-6
     link: float = 0.82
     network: float = 0.9
     latency: float = 4e-6
     latency_between: float = 12e-6
     context: int = int(1.5 * GIB)
     reserved: float = 1.067
+
+
+# torchtitan's H100 is held to 500 W, where others have 700. Its two shares of products are *fitted*;
+# its attention is version 2 of FlashAttention, at 335 and 290 TFLOP/s (Shah et al., 2024, figures 5
+# and 6, head width 128, causal).
+OWN_COSTS: Mapping[str, Costs] = MappingProxyType(
+    {
+        "h100-96gb": Costs(
+            product=0.4348,
+            fp8_product=0.3112,
+            attention=0.34,
+            attention_backward=0.29,
+            memory=0.85,
+            launch=5e-6,
+        )
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +136,11 @@ class Machine:
 
 
 def machine(name: str, costs: Costs | None = None) -> Machine:
-    """A machine by its GPU's name. ValueError lists the names that are known."""
+    """A machine by its GPU's name, with that GPU's own costs unless others are given.
+
+    Raises:
+        ValueError: the name is not known. The message lists those that are.
+    """
     if name not in GPUS:
         raise ValueError(f"gpu {name!r} is not known: choose one of {', '.join(GPUS)}")
-    return Machine(GPUS[name], costs or Costs())
+    return Machine(GPUS[name], costs or OWN_COSTS.get(name) or Costs())

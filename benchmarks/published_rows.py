@@ -66,9 +66,7 @@ def torchtitan() -> Iterator[Row]:
     yield Row("8B, 128, compiled", "judge", gpu, replace(more, **faster), 6514, gib=62.0)
     yield Row("8B, 128, compiled FP8", "judge", gpu, replace(more, **narrow), 8380, gib=61.8)
     wide = llama("8b", 32, **one, **narrow)
-    yield Row(
-        "8B, 32 H200, compiled FP8", "fit", "h200", wide, 10938, gib=48.0, compiled_loss=True
-    )
+    yield Row("8B, 32 H200, compiled FP8", "fit", "h200", wide, 10938, gib=48.0, compiled_loss=True)
     cut = ParallelLayout(tp=8)
     plain = llama("8b", 64, batch=12, recompute="selective", compiled=True, layout=cut)
     yield Row("8B, 64, FSDP 8 x TP 8, compiled", "fit", gpu, plain, 4378)

@@ -109,9 +109,9 @@ class Costs:
     reserved: float = 1.067
 
 
-# torchtitan's H100 is held to 500 W, where others have 700. Its two shares of products are *fitted*;
-# its attention is version 2 of FlashAttention, at 335 and 290 TFLOP/s (Shah et al., 2024, figures 5
-# and 6, head width 128, causal).
+# torchtitan's H100 is held to 500 W, where others have 700. Its two shares of products are
+# *fitted*; its attention is version 2 of FlashAttention, at 335 and 290 TFLOP/s (Shah et al., 2024,
+# figures 5 and 6, head width 128, causal).
 OWN_COSTS: Mapping[str, Costs] = MappingProxyType(
     {
         "h100-96gb": Costs(

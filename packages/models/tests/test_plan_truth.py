@@ -87,14 +87,14 @@ def error_of(job: Job) -> float:
     return predicted / peak - 1
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, backend="gloo")  # tests/virtual_gpu/test_plan.py is of plans for GPUs
 @pytest.mark.parametrize("seed", FEW)
 def test_a_plans_peak_and_bytes_are_those_of_a_step(ranks, seed):
     assert abs(error_of(sampled(seed, ranks.world_size))) < NEAR
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2, 4, backend="gloo")
 @pytest.mark.parametrize("tens", range(7))
 def test_two_hundred_plans_have_the_peak_and_bytes_of_their_steps(ranks, tens):
     jobs = [sampled(10 * tens + seed, ranks.world_size) for seed in range(10)]

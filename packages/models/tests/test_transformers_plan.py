@@ -155,6 +155,8 @@ def test_experts_of_the_other_types_are_whole(kind):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["ministral3", "mixtral"])
 def test_a_cut_model_is_saved_whole(kind, ranks, tmp_path):
+    if device_type() == "cuda":  # where this test bed sets a default device
+        pytest.importorskip("accelerate", reason="transformers reads a model through it then")
     mesh = ParallelLayout(tp=2).build(device_type())
     whole = build(kind)
     if kind == "ministral3":

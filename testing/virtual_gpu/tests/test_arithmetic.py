@@ -115,6 +115,8 @@ OPERATORS = """
         torch._foreach_add_(steps, 1.0)
         return steps
     cases["counts on both"] = both(counted, x)
+    whole = torch.histc(torch.tensor([1, 3, 3, 0, 2], dtype=torch.int32).cuda(), 4, 0, 3)
+    cases["histogram of whole numbers"] = abs(int(whole[3]) - 2) + (whole.dtype != torch.int32)
     flash = F.scaled_dot_product_attention(*(x.cuda().bfloat16() for x in (q, q, q)))
     wanted = F.scaled_dot_product_attention(q, q, q)
     cases["flash"] = float((flash.cpu().float() - wanted).abs().max()) - 0.05

@@ -254,7 +254,16 @@ def batch_norm_backward(
     return tuple(plain(grad, input, weight, mean, variance, saved, root, *more))
 
 
+def histc(
+    plain: Kernel, input: Tensor, bins: int = 100, min: Number = 0, max: Number = 0
+) -> Tensor:
+    """Take whole numbers, as CUDA's kernel does."""
+    wide = input if input.is_floating_point() else input.double()
+    return Tensor.to(plain(wide, bins, min, max), input.dtype)
+
+
 CHANGED: dict[str, Kernel] = {
+    "histc": histc,
     "native_batch_norm": batch_norm,
     "native_batch_norm_backward": batch_norm_backward,
     "native_dropout": native_dropout,

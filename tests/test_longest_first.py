@@ -11,13 +11,20 @@ CONFTEST = """
 from pathlib import Path
 
 import longest_first
+import pytest
 
 longest_first.RECORD = Path(__file__).with_name("durations.json")
-longest_first.LEAST = 0.2
 pytest_plugins = ["longest_first"]
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    # The same on a busy machine as on a quiet one.
+    report = yield
+    report.duration = 5.0 if (item.name, call.when) == ("test_one", "call") else 0.0
+    return report
 """
 MANY = "import pytest\n\n@pytest.mark.parametrize('n', range(3))\ndef test(n): pass\n"
-LONG = "import time\n\ndef test_one(): time.sleep(0.5)\n\ndef test_another(): pass\n"
+LONG = "def test_one(): pass\n\ndef test_another(): pass\n"
 
 
 def run(place: Path, *words: str) -> list[str]:
@@ -43,6 +50,5 @@ def test_the_module_that_took_longest_begins(tmp_path):
     long = ["test_long.py::test_one", "test_long.py::test_another"]
     assert run(tmp_path, "--keep-durations") == [*many, *long], "unknown: by the number of tests"
     record = json.loads((tmp_path / "durations.json").read_text())
-    assert list(record) == ["test_long.py"]
-    assert 0.5 <= record["test_long.py"] < 60
+    assert record == {"test_long.py": 5.0}
     assert run(tmp_path) == [*long, *many]

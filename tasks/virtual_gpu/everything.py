@@ -4,8 +4,9 @@
 `-- all --share 1/4` the first quarter, and `--minutes 5` ends after that time. A part that was cut
 off goes on in the next run. What compares values that the device would have computed is left out
 (`VGPU_VALUES=unknown`); the rest is asserted. What fails so runs once more with values, because a
-number of the device may decide what a program does. With `--compute at-once`, or another order, the
-device computes from the start. `--keep` writes `docs/records/virtual-gpu.md`.
+number of the device may decide what a program does. Checkpoints have values from the start: their
+ranks send each other objects, whose sizes the device adds up. With `--compute at-once`, or another
+order, all parts have. `--keep` writes `docs/records/virtual-gpu.md`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MARKED = {
     ),
     "registration": ("packages/collectives/tests/test_registration.py",),
 }
+WITH_VALUES = ("checkpoint",)  # layers whose cells say little without
 GRACE = 20.0  # seconds in which an interrupted part may end by itself
 OK, FAILED, NO_TESTS = 0, 1, 5  # pytest's exit codes
 PLUGINS = ("-p", "lamina_testing.plugin", "-q", "--tb=short", "-o", "faulthandler_timeout=240")
@@ -86,7 +88,8 @@ def parts(order: str = "none") -> list[Part]:
     for layer in LAYERS:
         for world in WORLDS:
             words = (f"packages/{layer}/tests", "--backend", "nccl", "--world-size", str(world))
-            found.append(Part(f"{layer}-{world}", words, order))
+            own = "at-once" if order == "none" and layer in WITH_VALUES else order
+            found.append(Part(f"{layer}-{world}", words, own))
     return found
 
 

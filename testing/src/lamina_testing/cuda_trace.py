@@ -142,14 +142,16 @@ def queued(recording: Recording, launch: Any) -> Any:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         with recording.unseen():
             result = launch(kernel, *args, **kwargs)
-        if not kwargs.get("warmup"):
+        given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+        # A virtual GPU computes a kernel by running it once more, over tensors of the host.
+        here = {
+            name: value
+            for name, value in given.items()
+            if isinstance(value, Tensor) and value.device.type == recording.device.type
+        }
+        if here and not kwargs.get("warmup"):
             written = written_by(kernel.fn)
-            given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
-            found = [
-                recording.access(value, writes=name in written)
-                for name, value in given.items()
-                if isinstance(value, Tensor)
-            ]
+            found = [recording.access(value, name in written) for name, value in here.items()]
             accesses = [access for access in found if access is not None]
             recording.run(recording.current, f"triton {kernel.fn.__name__}", accesses)
         return result

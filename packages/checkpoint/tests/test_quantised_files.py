@@ -99,6 +99,16 @@ def test_unchanged_weights_go_back_byte_for_byte_from_a_sharded_model(tmp_path, 
     assert config["quantization_config"] == {"quant_method": "fp8"}
 
 
+def test_a_programs_default_device_changes_nothing(tmp_path):
+    tensors, model = written(tmp_path / "a"), Model()
+    with torch.device("meta"):
+        import_huggingface(model, tmp_path / "a")
+        export_huggingface(model, tmp_path / "b", like=tmp_path / "a")
+    back = safetensors.load_file(tmp_path / "b" / "model.safetensors")
+    for name, value in tensors.items():
+        assert torch.equal(back[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
 def test_trained_weights_are_as_near_as_the_format_allows(tmp_path):
     written(tmp_path / "a")
     model = Model()

@@ -46,7 +46,7 @@ class Ranks:
 
     def first(self, value: int) -> int:
         """Return the first rank's number on every rank."""
-        shared = torch.tensor([value], dtype=torch.int64)
+        shared = torch.tensor([value], dtype=torch.int64, device="cpu")
         broadcast(shared, self.group, src=0).wait()
         return int(shared)
 
@@ -54,13 +54,13 @@ class Ranks:
         """Return, for each flag, whether it is set on any rank."""
         if not flags:
             return []
-        shared = torch.tensor(list(flags), dtype=torch.uint8)
+        shared = torch.tensor(list(flags), dtype=torch.uint8, device="cpu")
         all_reduce_small([shared], self.group, op="max")
         return [bool(flag) for flag in shared.tolist()]
 
     def agree(self, text: bytes) -> bool:
         """Whether every rank has the same text, by its CRC-32 (collective)."""
-        sums = torch.zeros(self.size, dtype=torch.int64)
+        sums = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         sums[self.rank] = zlib.crc32(text)
         all_reduce_small([sums], self.group, op="max")
         return bool((sums == sums[0]).all())
@@ -73,11 +73,11 @@ class Ranks:
     def lists(self, names: Sequence[str]) -> list[list[str]]:
         """Return the names of each rank, by rank (collective)."""
         text = json.dumps(list(names)).encode()
-        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         lengths[self.rank] = len(text)
         all_reduce_small([lengths], self.group, op="max")
         table = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
-        table[self.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        table[self.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
         all_reduce_small([table], self.group, op="max")
         rows = zip(table.tolist(), lengths.tolist(), strict=True)
         return [json.loads(bytes(row[:length])) for row, length in rows]
@@ -90,7 +90,7 @@ class Ranks:
             result = work()
         except Exception as error:
             failure = error
-        states = torch.zeros(self.size, dtype=torch.uint8)
+        states = torch.zeros(self.size, dtype=torch.uint8, device="cpu")
         if failure is not None:
             damaged = isinstance(failure, CheckpointDamagedError)
             states[self.rank] = _DAMAGED if damaged else _FAILED

@@ -118,13 +118,15 @@ def boxes_of(part: Tensor) -> dict[Box, Tensor]:
 def _owners(mine: list[Box], shape: tuple[int, ...], ranks: Ranks) -> dict[Box, int]:
     """Return, for this rank's boxes and all others, the lowest rank that holds each."""
     dims = len(shape)
-    counts = torch.zeros(ranks.size, dtype=torch.int64)
+    counts = torch.zeros(ranks.size, dtype=torch.int64, device="cpu")
     counts[ranks.rank] = len(mine)
     all_reduce_small([counts], ranks.group, op="max")
     table = torch.full((ranks.size, int(counts.max()), 2, max(1, dims)), -1, dtype=torch.int64)
     for number, (offsets, sizes) in enumerate(mine):
         if dims:
-            table[ranks.rank, number] = torch.tensor([offsets, sizes], dtype=torch.int64)
+            table[ranks.rank, number] = torch.tensor(
+                [offsets, sizes], dtype=torch.int64, device="cpu"
+            )
     all_reduce_small([table], ranks.group, op="max")
     owners: dict[Box, int] = {}
     for rank, (boxes, count) in enumerate(zip(table.tolist(), counts.tolist(), strict=True)):

@@ -103,7 +103,7 @@ class _Tensors:
         dtype.
         """
         # Of each: here, not here, parameter, dtype, dimensions, sizes.
-        table = torch.zeros(len(names), 5 + _DIMENSIONS, dtype=torch.int64)
+        table = torch.zeros(len(names), 5 + _DIMENSIONS, dtype=torch.int64, device="cpu")
         table[:, 1] = 1
         for row, name in zip(table, names, strict=True):
             if name not in self.tree:
@@ -113,7 +113,7 @@ class _Tensors:
                 raise TypeError(f"'{name}' is {dtype}, which safetensors lacks")
             sizes = [*shape, *[0] * (_DIMENSIONS - len(shape))]
             known = [1, 0, name in self._parameters, DTYPES.index(dtype), len(shape), *sizes]
-            row.copy_(torch.tensor(known))
+            row.copy_(torch.tensor(known, device="cpu"))
         all_reduce_small([table], ranks.group, op="max")
         rows = dict(zip(names, table.tolist(), strict=True))
         if lost := [name for name, row in rows.items() if not row[0]]:

@@ -43,7 +43,8 @@ class Requantised:
             return
         codes, scales = (self._files.stored(part) for part in self._files.coded[name])
         quantise = _mxfp4 if codes.dtype is torch.uint8 else _fp8
-        yield from quantise(weight.detach().float().cpu(), codes, scales)
+        with torch.device("cpu"):  # not a program's default one, where torch's `ldexp` makes its 2
+            yield from quantise(weight.detach().float().cpu(), codes, scales)
 
 
 def _fp8(weight: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

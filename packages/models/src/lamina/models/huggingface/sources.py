@@ -195,10 +195,11 @@ def dequantised(name: str, codes: Tensor, scales: Tensor) -> Tensor:
         )
     if codes.dtype is not torch.uint8:
         return codes.float() * spread(scales.float(), codes.shape)
-    values = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)))
-    pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-    exponents = scales.to(torch.int32).unsqueeze(-1) - 127
-    return torch.ldexp(values[pairs.int()], exponents).flatten(-2).mT.contiguous()
+    with codes.device:  # not a program's default one, where torch's `ldexp` makes its 2
+        values = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)))
+        pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+        exponents = scales.to(torch.int32).unsqueeze(-1) - 127
+        return torch.ldexp(values[pairs.int()], exponents).flatten(-2).mT.contiguous()
 
 
 def belong_together(codes: Tensor, scales: Tensor) -> bool:

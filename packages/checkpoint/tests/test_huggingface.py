@@ -19,6 +19,7 @@ from lamina.checkpoint import (
     import_huggingface,
 )
 from lamina.checkpoint.engine import HuggingFaceWeights
+from lamina.collectives.engine import kept_bytes
 from lamina.ddp import full_parameters
 from lamina.mesh import ParallelLayout
 from lamina_testing import Meter, device_type
@@ -286,7 +287,8 @@ def exported_and_imported(tmp_path: Path, cut: str) -> None:
     export_huggingface(model, tmp_path / "cut")
     dist.barrier()
     if dist.get_rank() == 0:
-        alone = dist.new_group([0], use_local_synchronization=True)
+        # NCCL would divide its communicator, for which it needs all ranks.
+        alone = dist.new_group([0], backend="gloo", use_local_synchronization=True)
         export_huggingface(whole, tmp_path / "whole", group=alone)
         files = [p / "model.safetensors" for p in (tmp_path / "cut", tmp_path / "whole")]
         assert files[0].read_bytes() == files[1].read_bytes()
@@ -318,8 +320,10 @@ def test_no_rank_holds_more_than_its_part_and_one_tensor_of_a_file(tmp_path):
     )
     largest = 96 * 32 * 4  # the vocabulary's, or one matrix of an MLP
     total = sum(p.numel() * 4 for p in model.parameters())
-    # An import's sources are pages of the mapped file, which the meter counts as memory.
-    for work, limit in ((export_huggingface, 1.3), (import_huggingface, 2.3)):
+    # An import's sources are pages of the mapped file, which the meter counts as memory. So it does
+    # the host's copy of what an export takes from a GPU.
+    exported = 2.3 if device_type() == "cuda" else 1.3
+    for work, limit in ((export_huggingface, exported), (import_huggingface, 2.3)):
         with Meter() as meter:
             before = meter.live_bytes()
             meter.reset()
@@ -346,7 +350,7 @@ def test_the_lines_of_the_page_fill_a_transformers_model_that_no_rank_holds_whol
     dist.barrier()
     sizes = [p.numel() * 4 for p in whole.parameters()]
     with Meter() as meter:
-        before = meter.live_bytes()
+        before = meter.live_bytes() - kept_bytes()  # a GPU's windows are no weights
         meter.reset()
         names = {"torch": torch, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
         names |= {"fully_shard": fsdp.fully_shard, "import_huggingface": import_huggingface}
@@ -356,7 +360,7 @@ def test_the_lines_of_the_page_fill_a_transformers_model_that_no_rank_holds_whol
     # thread may hold what was broadcast a moment longer than the wait.
     unit = sum(p.numel() * 4 for p in whole.model.layers[0].parameters())
     limit = sum(sizes) / 2 + 2 * unit + 2 * max(sizes)
-    assert meter.peak_live_bytes - before < limit < 0.7 * sum(sizes)
+    assert meter.peak_live_bytes - kept_bytes() - before < limit < 0.7 * sum(sizes)
     found = full_parameters(model)
     for name, parameter in whole.named_parameters():
         assert torch.equal(found[name], parameter), name

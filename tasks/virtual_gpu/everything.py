@@ -145,7 +145,7 @@ def page(chosen: Sequence[Part]) -> Iterator[str]:
             figures = (counts[kind] for kind in ("passed", "skipped", "with values", "failed"))
             yield f"| {part.name} | {' | '.join(map(str, figures))} |"
         else:
-            yield f"| {part.name} | not run | | | |"
+            yield f"| {part.name} | no test has run | | | |"
     yield "\nWhat failed both times, with the first words of the reason:\n"
     for result in failures:
         reason = json.dumps(result.reason.splitlines()[0][:150]) if result.reason else "no reason"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import lamina.checkpoint.save.writer as writer_module
 from lamina.checkpoint import CheckpointManager
 from lamina.checkpoint.save.saving import Background
+from lamina.checkpoint.save.threads import in_threads
 from lamina.collectives.engine import all_reduce_small
 from lamina.mesh import init_distributed
 
@@ -175,3 +176,39 @@ def test_a_program_that_ends_at_once_completes_a_save_in_several_threads(tmp_pat
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, "failed" in ended.stderr) == (0, False), ended.stderr
     assert CheckpointManager(tmp_path).list() == [1]
+
+
+def test_a_save_in_several_threads_completes_where_none_can_start(tmp_path, monkeypatch):
+    """Python 3.12 starts none once it ends. The second of three threads is the first to fail."""
+    begin, begun = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "save-file":
+            begun.append(thread)
+            if len(begun) > 1:
+                raise RuntimeError("can't create new thread at interpreter shutdown")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    state = {name: torch.full((9,), float(number)) for number, name in enumerate("abc")}
+    with CheckpointManager(tmp_path, async_save=False, threads=3) as manager:
+        manager.save(1, state)
+        found = {name: torch.zeros(9) for name in state}
+        manager.restore(found)
+    assert len(begun) == 3
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_an_error_in_one_thread_is_raised_once_all_have_ended():
+    ended = []
+
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    def go_on() -> None:
+        time.sleep(0.2)
+        ended.append(True)
+
+    with pytest.raises(OSError, match="the disk is full"):
+        in_threads([fail, go_on])
+    assert ended == [True]

@@ -203,10 +203,9 @@ class Background:
     """
 
     # Note [Threads end before atexit]
-    # Executors refuse work once Python joins its threads, and from Python 3.12 on no thread starts
-    # after that. Functions of `atexit` run later still, so a save that was waited for there could
-    # not write in several threads. `concurrent.futures` ends by the same registration as the wait
-    # here, and of these the last one runs first.
+    # Functions of `atexit` run after Python has joined its threads, and then no thread starts any
+    # more. So a save that was waited for there could not write in several. What is registered with
+    # `threading` runs before. See also Note [Python 3.12 starts no thread while it ends].
 
     def __init__(self) -> None:
         self.moved_at = 0.0

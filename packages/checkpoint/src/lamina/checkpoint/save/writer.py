@@ -15,8 +15,8 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import BinaryIO, cast
 
 import torch
@@ -30,6 +30,7 @@ from lamina.checkpoint.compat import StorageInfo
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from lamina.checkpoint.save.offer import Digests, Offered, compare
 from lamina.checkpoint.save.phases import Phase
+from lamina.checkpoint.save.threads import in_threads
 from lamina.checkpoint.storage.locations import (
     FileSum,
     LocalLocation,
@@ -172,15 +173,15 @@ class Writer(StorageWriter):
         self.assigned = frozenset(item.index for item in plan.items)
         shares = _shares(plan.items, self._save.threads)
         names = [f"__{assignment.rank}_{number}.distcp" for number in range(len(shares))]
-        work = names, shares, [planner] * len(shares)
-        if len(shares) > 1:
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                # Each thread has a current stream of its own, which does not wait for this one's.
-                torch.cuda.current_stream().synchronize()
-            with ThreadPoolExecutor(len(shares)) as pool:
-                written = list(pool.map(self._write_file, *work))
-        else:
-            written = list(map(self._write_file, *work))
+        if len(shares) > 1 and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Each thread has a current stream of its own, which does not wait for this one's.
+            torch.cuda.current_stream().synchronize()
+        written = in_threads(
+            [
+                partial(self._write_file, name, share, planner)
+                for name, share in zip(names, shares, strict=True)
+            ]
+        )
         files = {name: file for name, (file, _) in zip(names, written, strict=True)}
         results = [result for _, of_file in written for result in of_file]
         differs = assignment.trees_crc != self._values.crc32

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import lamina.checkpoint.save.writer as writer_module
 from lamina.checkpoint import CheckpointManager
 from lamina.checkpoint.save.saving import Background
-from lamina.checkpoint.save.threads import in_threads
+from lamina.checkpoint.save.writer import in_threads
 from lamina.collectives.engine import all_reduce_small
 from lamina.mesh import init_distributed
 

@@ -10,7 +10,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -92,7 +92,9 @@ class Phases:
         args = end, _LIMIT * (1 + self._rank), idle
         thread = threading.Thread(target=self._complain, args=args, name="save-watch", daemon=True)
         if self._watchdog is not None and self._rank < _SPEAKERS:
-            thread.start()
+            # A program that has ended may start no thread any more, and its save goes on.
+            with suppress(RuntimeError):
+                thread.start()
         try:
             yield
         finally:

@@ -6,6 +6,12 @@ writer sends its messages with these: the coordinator's plan carries the name of
 the ranks, the ranks' results carry checksums back, and the coordinator commits in `finish`, for
 whose end DCP lets the others wait. So on every rank a save ends only once the checkpoint is
 complete. See docs/decisions/0701-commit-rides-on-dcp.md.
+
+Note [Python 3.12 starts no thread while it ends]
+A save in the background is waited for when the program ends, and goes on until then. Python 3.11
+and 3.13 let it start threads so long; Python 3.12 raises RuntimeError from the first moment of the
+end. So what cannot have a thread runs on the one that asks for it. An executor is no way to do so:
+work that it has queued before the error is run by the threads that it has.
 """
 
 import dataclasses
@@ -14,10 +20,12 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from functools import partial
-from typing import BinaryIO, cast
+from threading import Thread
+from typing import BinaryIO, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -30,7 +38,6 @@ from lamina.checkpoint.compat import StorageInfo
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from lamina.checkpoint.save.offer import Digests, Offered, compare
 from lamina.checkpoint.save.phases import Phase
-from lamina.checkpoint.save.threads import in_threads
 from lamina.checkpoint.storage.locations import (
     FileSum,
     LocalLocation,
@@ -42,6 +49,8 @@ from lamina.checkpoint.storage.locations import (
 from lamina.checkpoint.storage.manifest import CHUNKS, METADATA, VALUES, Manifest
 from lamina.checkpoint.storage.stores import Attempt, Store
 from lamina.checkpoint.storage.streams import SummingStream, own_memory
+
+T = TypeVar("T")
 
 _SLOW_DISK = 8 << 20  # bytes per second that any disk writes
 
@@ -241,6 +250,37 @@ class Writer(StorageWriter):
         """Remove what a failed save wrote (does something on the coordinator only)."""
         if self._attempt is not None and self.manifest is None:
             self._attempt.abandon()
+
+
+def in_threads(work: Sequence[Callable[[], T]]) -> list[T]:
+    """Run all at once and return what they return, in their order.
+
+    Raises:
+        BaseException: the error of the first that failed, once all have ended.
+    """
+    if len(work) == 1:
+        return [work[0]()]
+    results: list[futures.Future[T]] = [futures.Future() for _ in work]
+    threads = []
+    for act, result in zip(work, results, strict=True):
+        thread = Thread(target=_complete, args=(act, result), name="save-file", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # see Note [Python 3.12 starts no thread while it ends]
+            _complete(act, result)
+        else:
+            threads.append(thread)
+    # Also where one has failed: nothing may be written to a save that is abandoned.
+    for thread in threads:
+        thread.join()
+    return [result.result() for result in results]
+
+
+def _complete(act: Callable[[], T], result: futures.Future[T]) -> None:
+    try:
+        result.set_result(act())
+    except BaseException as error:
+        result.set_exception(error)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ PROGRAM = """
     import contextlib
     import json
     import os
+    from collections import Counter
     from datetime import timedelta
     from unittest import mock
 
@@ -23,7 +24,7 @@ PROGRAM = """
     from left_out import left_out
     from lamina.collectives import all_gather_into, reduce_scatter_fp32
     from lamina.collectives.transport.lanes import lane_of
-    from lamina.collectives.transport.peer_windows import PeerWindow, open_window
+    from lamina.collectives.transport.peer_windows import open_window
     from lamina.mesh import ParallelLayout
 
     rank = int(os.environ["RANK"])
@@ -62,7 +63,6 @@ PROGRAM = """
         dist.barrier()
         return [not right, bool(virtual_gpu.races())]
 
-    from collections import Counter
     seen = Counter()
     run()  # what is made once is made
     answer = {"all waits": shown(None)}

@@ -10,6 +10,9 @@ from torch import nn
 from lamina.checkpoint import export_huggingface, import_huggingface
 from lamina.checkpoint.engine import HuggingFaceWeights
 from lamina.checkpoint.errors import CheckpointMismatchError
+from lamina.checkpoint.huggingface.files import Files
+from lamina.checkpoint.huggingface.quantised import Requantised
+from lamina.checkpoint.ranks import Ranks
 from lamina.fsdp import fully_shard
 from lamina.models import (
     GPTModel,
@@ -104,6 +107,10 @@ def test_a_programs_default_device_changes_nothing(tmp_path):
     with torch.device("meta"):
         import_huggingface(model, tmp_path / "a")
         export_huggingface(model, tmp_path / "b", like=tmp_path / "a")
+        with Files(tmp_path / "a") as files:
+            for _ in Requantised(files).stored("a.weight", model.matrix):
+                assert torch.empty(1).is_meta  # the reader's own default stays
+        assert Ranks(None).lists(["a"]) == [["a"]]
     back = safetensors.load_file(tmp_path / "b" / "model.safetensors")
     for name, value in tensors.items():
         assert torch.equal(back[name].view(torch.uint8), value.view(torch.uint8)), name

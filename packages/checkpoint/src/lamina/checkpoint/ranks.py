@@ -76,7 +76,7 @@ class Ranks:
         lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         lengths[self.rank] = len(text)
         all_reduce_small([lengths], self.group, op="max")
-        table = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
+        table = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8, device="cpu")
         table[self.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
         all_reduce_small([table], self.group, op="max")
         rows = zip(table.tolist(), lengths.tolist(), strict=True)

@@ -121,7 +121,8 @@ def _owners(mine: list[Box], shape: tuple[int, ...], ranks: Ranks) -> dict[Box, 
     counts = torch.zeros(ranks.size, dtype=torch.int64, device="cpu")
     counts[ranks.rank] = len(mine)
     all_reduce_small([counts], ranks.group, op="max")
-    table = torch.full((ranks.size, int(counts.max()), 2, max(1, dims)), -1, dtype=torch.int64)
+    size = ranks.size, int(counts.max()), 2, max(1, dims)
+    table = torch.full(size, -1, dtype=torch.int64, device="cpu")
     for number, (offsets, sizes) in enumerate(mine):
         if dims:
             table[ranks.rank, number] = torch.tensor(

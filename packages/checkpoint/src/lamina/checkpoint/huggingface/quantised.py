@@ -44,7 +44,8 @@ class Requantised:
         codes, scales = (self._files.stored(part) for part in self._files.coded[name])
         quantise = _mxfp4 if codes.dtype is torch.uint8 else _fp8
         with torch.device("cpu"):  # not a program's default one, where torch's `ldexp` makes its 2
-            yield from quantise(weight.detach().float().cpu(), codes, scales)
+            parts = quantise(weight.detach().float().cpu(), codes, scales)
+        yield from parts  # outside, or the reader of these would have the CPU as its default
 
 
 def _fp8(weight: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,6 @@ from tasks.bootstrap import (
 from tasks.torches import in_range, range_of_tree
 
 PACKAGES = (*(f"packages/{layer}" for layer in LAYERS), "testing")
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 # torch is installed without byte code (14 s instead of 56 s); if that is then also forbidden at
 # run time, every import of torch compiles it anew (6.4 s instead of 2.6 s).
@@ -280,8 +279,3 @@ def gpus(where: Environment = SHARED) -> int:
 def pytest(session: nox.Session, *words: str | Path, **options: Any) -> None:
     """Run pytest once, in the shared environment or in `where`."""
     run(session, "python", "-m", "pytest", *words, **options)
-
-
-def workers(dist: str) -> list[str]:
-    """Options of pytest-xdist: ranks wait for each other a lot, so three tests fit on two cores."""
-    return ["-n", str(min(max(CORES // 2, 3), 8)), "--dist", dist] if CORES >= 2 else []

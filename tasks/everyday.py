@@ -12,7 +12,8 @@ from nox.command import CommandFailed
 
 from tasks.book import write_decisions
 from tasks.bootstrap import LAYERS, ROOT, ready
-from tasks.environment import CORES, gpus, pytest, run, task
+from tasks.cores import CORES
+from tasks.environment import gpus, pytest, run, task
 
 
 @nox.session(venv_backend="none", requires=["env_train"], default=False)

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import nox
 
-from tasks.environment import (
-    Environment,
-    bring_up_to_date,
-    pytest,
-    run,
-    setting,
-    task,
-    workers,
-)
+from tasks.cores import workers
+from tasks.environment import Environment, bring_up_to_date, pytest, run, setting, task
 from tasks.torches import lowest_bounds, supported
 
 SLOWEST = ("--durations=20", "--durations-min=1")

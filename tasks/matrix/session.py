@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import nox
 
 from tasks.bootstrap import HOUSE, LAYERS, ROOT
-from tasks.environment import CHILD_ENV, SHARED, pytest, run, task, workers
+from tasks.cores import workers
+from tasks.environment import CHILD_ENV, SHARED, pytest, run, task
 from tasks.matrix.cells import Devices, Planned, Torch, choose, plan
 from tasks.matrix.history import load, merge
 from tasks.matrix.page import write

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.bootstrap import LAYERS
+from tasks.cores import workers
 from tasks.matrix.record import Result, read_results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +102,7 @@ def run(part: Part, seconds: float) -> bool:
     RESULTS.mkdir(exist_ok=True)
     env = {**os.environ, **part.settings}
     more = ["--results", str(part.results)]
-    command = [sys.executable, "-m", "pytest", *PLUGINS, *part.words, *more]
+    command = [sys.executable, "-m", "pytest", *PLUGINS, *workers("worksteal"), *part.words, *more]
     with subprocess.Popen(command, cwd=ROOT, env=env) as process:
         try:
             # Else pytest was interrupted, did not begin, or did not end.

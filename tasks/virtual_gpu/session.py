@@ -21,6 +21,7 @@ SOURCES = ROOT / "testing" / "virtual_gpu" / "src"
 TESTS = ("testing/virtual_gpu/tests", "tests/virtual_gpu")
 # What the tests, the layers and the main job need beside torch.
 NEEDS = "pytest hypothesis einops safetensors matplotlib psutil rich tensorboard tyro".split()
+NEEDS += ["pytest-xdist"]  # of `-- tests` and `-- all`
 # Extras of models, for its tests. What requires torch itself would bring NVIDIA's own libraries.
 NEEDS += ["transformers>=5.20,<6", "spmd-types>=0.3.1,<0.4"]
 

@@ -116,83 +116,130 @@ def replay(
         optimizer_bytes: what a fused optimizer reads and writes; the record's own operators of the
             optimizer are then left out, as it has one for each state.
     """
-    timing, costs = Timing(), machine.costs
-    fp8, fp32 = precision == "fp8", precision == "fp32"
-    optimizer = next((at for at, name in record.marks if name == "optimizer"), record.end)
-    messages = sorted(enumerate(record.messages), key=lambda pair: (pair[1].issued, pair[0]))
-    waits: dict[int, list[int]] = {}
-    for number, message in messages:
+    clock = _Clock(record, machine, precision, compiled, optimizer_bytes)
+    in_order = sorted(range(len(record.messages)), key=lambda n: record.messages[n].issued)
+    waits: dict[int, list[int]] = defaultdict(list)
+    for number, message in enumerate(record.messages):
         if message.waited is not None:
-            waits.setdefault(message.waited, []).append(number)
-    events = sorted({*waits, *(message.issued for _, message in messages)})
-    operations = iter([*record.operations, None])
-    operation = next(operations)
-    now = host = 0.0
-    free: defaultdict[str, float] = defaultdict(float)
-    ends: dict[int, float] = {}
-    issued = 0
+            waits[message.waited].append(number)
+    events = {*waits, *(message.issued for message in record.messages)}
+    sent = 0
+    for event in sorted(events):
+        clock.kernels(event)
+        # What begins at an event goes out before anything there waits: a wait may be for it.
+        while sent < len(in_order) and record.messages[in_order[sent]].issued <= event:
+            clock.send(in_order[sent])
+            sent += 1
+        for awaited in waits.get(event, ()):
+            clock.wait(awaited)
+    clock.kernels(record.end + 1)
+    clock.update()
+    return clock.timing
 
-    def kernels(until: int) -> None:
+
+RUNS_AHEAD = 0.01
+"""Seconds by which the host is ahead of the kernels where these wait for a message."""
+SHOWN = 2e-5
+"""Seconds of the shortest kernel that a trace shows."""
+HOST_COMPILED = 0.5
+"""Part of the host's time for a launch that is left in a compiled block."""
+
+
+class _Clock:
+    """One rank's step as seconds pass: kernels in their order, and messages beside them."""
+
+    def __init__(
+        self,
+        record: StepRecord,
+        machine: Machine,
+        precision: str,
+        compiled: bool,
+        optimizer_bytes: int,
+    ) -> None:
+        self.timing = Timing()
+        self._record, self._machine, self._compiled = record, machine, compiled
+        self._fp8, self._fp32 = precision == "fp8", precision == "fp32"
+        self._optimizer_bytes = optimizer_bytes
+        marks = (at for at, name in record.marks if name == "optimizer")
+        self._optimizer = next(marks, record.end)
+        self._now = 0.0  # when the kernels so far are done
+        self._host = 0.0  # when the host has launched them
+        self._next = 0  # the operator that comes next
+        self._free: defaultdict[str, float] = defaultdict(float)  # when a communicator is free
+        self._ends: dict[int, float] = {}  # when each message has arrived, by number
+
+    def kernels(self, until: int) -> None:
         """Run the kernels before an event."""
-        nonlocal now, host, operation
-        while operation is not None and operation.at < until:
-            fused = operation.at >= optimizer and optimizer_bytes > 0
-            if not fused:
-                host += costs.launch * (0.5 if compiled else 1.0)
-                if host > now:
-                    _add(timing, "host", host - now, operation, optimizer)
-                    now = host
-                if operation.flops:
-                    seconds = product_seconds(operation, machine, fp8=fp8, fp32=fp32)
-                    kind = "products"
-                else:
-                    seconds = kernel_seconds(operation, machine)
-                    seconds *= costs.fused if compiled and operation.at < optimizer else 1.0
-                    kind = "other kernels"
-                if seconds > 2e-5:
-                    timing.spans.append((kind, operation.name, now, seconds))
-                _add(timing, kind, seconds, operation, optimizer)
-                now += seconds
-            timing.moments.append((operation.at, now))
-            operation = next(operations)
+        operations = self._record.operations
+        while self._next < len(operations) and operations[self._next].at < until:
+            operation = operations[self._next]
+            # The record has one operator of the optimizer for each state, and a GPU one kernel.
+            if operation.at < self._optimizer or not self._optimizer_bytes:
+                self._launch(operation)
+                self._run(operation)
+            self.timing.moments.append((operation.at, self._now))
+            self._next += 1
 
-    for event in events:
-        kernels(event)
-        while issued < len(messages) and messages[issued][1].issued <= event:
-            number, message = messages[issued]
-            begin = max(now, free[message.communicator])
-            seconds = message_seconds(message, machine)
-            free[message.communicator] = ends[number] = begin + seconds
-            label = f"{message.op} {message.purpose}".strip()
-            timing.spans.append((message.communicator, label, begin, seconds))
-            issued += 1
-        for number in waits.get(event, ()):
-            late = ends.get(number, now) - now
-            if late > 0:
-                message = record.messages[number]
-                timing.spans.append(("kernels wait", message.communicator, now, late))
-                _add(timing, f"exposed {message.axis}", late, operation, optimizer)
-                now += late
-                host = max(host, now - 0.01)  # the host runs ahead by so much
-    kernels(record.end + 1)
-    if optimizer_bytes:
-        seconds = optimizer_bytes / (machine.gpu.bandwidth * costs.memory)
-        timing.spent["optimizer"] += seconds
-        timing.update += seconds
-        timing.spans.append(("other kernels", "optimizer", now, seconds))
-    return timing
+    def _launch(self, operation: Operation) -> None:
+        """The host launches a kernel, which cannot begin before."""
+        self._host += self._machine.costs.launch * (HOST_COMPILED if self._compiled else 1.0)
+        if self._host > self._now:
+            self._spend("host", self._host - self._now, operation)
+            self._now = self._host
 
+    def _run(self, operation: Operation) -> None:
+        if operation.flops:
+            kind = "products"
+            seconds = product_seconds(operation, self._machine, fp8=self._fp8, fp32=self._fp32)
+        else:
+            kind = "other kernels"
+            seconds = kernel_seconds(operation, self._machine)
+            if self._compiled and operation.at < self._optimizer:
+                seconds *= self._machine.costs.fused
+        if seconds > SHOWN:
+            self.timing.spans.append((kind, operation.name, self._now, seconds))
+        self._spend(kind, seconds, operation)
+        self._now += seconds
 
-def _add(
-    timing: Timing, kind: str, seconds: float, operation: Operation | None, optimizer: int
-) -> None:
-    timing.spent[kind] += seconds
-    if operation is None or operation.at >= optimizer:
-        timing.update += seconds
-    elif operation.backward:
-        timing.backward += seconds
-    else:
-        timing.forward += seconds
+    def send(self, number: int) -> None:
+        """A message begins once the kernels before it are done and its communicator is free."""
+        message = self._record.messages[number]
+        begin = max(self._now, self._free[message.communicator])
+        seconds = message_seconds(message, self._machine)
+        self._free[message.communicator] = self._ends[number] = begin + seconds
+        label = f"{message.op} {message.purpose}".strip()
+        self.timing.spans.append((message.communicator, label, begin, seconds))
+
+    def wait(self, number: int) -> None:
+        """Kernels stand still until a message is there."""
+        late = self._ends.get(number, self._now) - self._now
+        if late <= 0:
+            return
+        message, operations = self._record.messages[number], self._record.operations
+        self.timing.spans.append(("kernels wait", message.communicator, self._now, late))
+        following = operations[self._next] if self._next < len(operations) else None
+        self._spend(f"exposed {message.axis}", late, following)
+        self._now += late
+        self._host = max(self._host, self._now - RUNS_AHEAD)
+
+    def update(self) -> None:
+        """The optimizer's one kernel."""
+        if self._optimizer_bytes:
+            bandwidth = self._machine.gpu.bandwidth * self._machine.costs.memory
+            seconds = self._optimizer_bytes / bandwidth
+            self.timing.spans.append(("other kernels", "optimizer", self._now, seconds))
+            self._spend("optimizer", seconds, None)
+
+    def _spend(self, kind: str, seconds: float, operation: Operation | None) -> None:
+        """Count seconds under a kind, and to the pass of the operator that they are before."""
+        timing = self.timing
+        timing.spent[kind] += seconds
+        if operation is None or operation.at >= self._optimizer:
+            timing.update += seconds
+        elif operation.backward:
+            timing.backward += seconds
+        else:
+            timing.forward += seconds
 
 
 def memory_over_time(timing: Timing, record: StepRecord) -> list[tuple[float, dict[str, int]]]:

@@ -349,7 +349,7 @@ def _with_passes(job: Job, passes: int) -> Job:
 def _line(first: tuple[int, Numbers], second: tuple[int, Numbers], at: int) -> Numbers:
     """The numbers at a place of the line through two points."""
     (x, start), (end, values) = first, second
-    keys = start.keys() | values.keys()
+    keys = dict.fromkeys((*start, *values))  # in an order that is the same in every run
     steps = (at - x) / max(end - x, 1)
     return {
         key: max(0.0, start.get(key, 0) + steps * (values.get(key, 0) - start.get(key, 0)))

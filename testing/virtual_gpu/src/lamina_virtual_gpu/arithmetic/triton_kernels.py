@@ -7,6 +7,8 @@ launched in a way of their own, and computed in the same.
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -134,6 +136,30 @@ def compute(jit: ModuleType) -> None:
     function.run, function.__call__ = run, called
 
 
+AT_ONCE = 2**17
+"""Elements that one program of Inductor's is given at most, where it can be given more."""
+
+
+def in_few_programs(tuner: Any, config: Any, arguments: tuple[Any, ...]) -> Any:
+    """Return a config of larger blocks: the interpreter needs milliseconds for each program.
+
+    An element, or a row that is summed, is computed alike in a block of any size. The number of
+    blocks is halved while it is even, so that whole blocks stay whole: Inductor leaves out the mask
+    where it knows that they are.
+    """
+    if set(config.kwargs) - {"XBLOCK", "R0_BLOCK"} or "XBLOCK" not in config.kwargs:
+        return config
+    hints = (size for axis, size in tuner.size_hints.items() if axis.startswith("r"))
+    row = config.kwargs.get("R0_BLOCK", math.prod(hints))
+    block = config.kwargs["XBLOCK"]
+    programs, _, _ = tuner._interpret_args_grid(arguments, config)[1]
+    while programs > 1 and programs % 2 == 0 and 2 * block * row <= AT_ONCE:
+        block, programs = 2 * block, programs // 2
+    larger = copy.copy(config)
+    larger.kwargs = {**config.kwargs, "XBLOCK": block}
+    return larger
+
+
 def compute_of_inductor(heuristics: ModuleType) -> None:
     """Have each launch of a kernel that Inductor wrote be followed by its arithmetic.
 
@@ -151,7 +177,7 @@ def compute_of_inductor(heuristics: ModuleType) -> None:
         if not benchmark_run:
             if self.fn.fn is None:  # it was compiled by another process
                 self.fn = self._reload_kernel().fn
-            config = self.launchers[0].config
+            config = in_few_programs(self, self.launchers[0].config, arguments)
             given, grid = self._interpret_args_grid(arguments, config)
             queue(self.fn, given, {**named, **config.kwargs}, grid)
         return result

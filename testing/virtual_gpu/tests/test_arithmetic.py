@@ -286,6 +286,22 @@ def test_blocks_that_inductor_compiles_are_computed(program, tmp_path):
     assert program(INDUCTOR, VGPU_COMPUTE="at-once") == [True, True]
 
 
+CONSTANT = """
+    import json, torch
+
+    x = torch.tensor([3, -3], device="cuda")
+    # Inductor computes this constant on the device, and writes it into its code.
+    out = torch.compile(lambda x: torch.where(x > 0, x, torch.scalar_tensor(4, device="cuda")))(x)
+    print(json.dumps(out.tolist()))
+"""
+
+
+def test_code_that_was_compiled_without_arithmetic_is_not_run_with_it(program, tmp_path):
+    where = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "kept"}
+    program(CONSTANT, **where)
+    assert program(CONSTANT, VGPU_COMPUTE="at-once", **where) == [3, 4]
+
+
 def test_a_kernel_of_triton_races_with_what_reads_its_output(program):
     text = (
         TRITON

@@ -8,8 +8,11 @@ With `VGPU_VALUES=unknown` tests are told apart from what they say of values (`v
 from __future__ import annotations
 
 import ctypes
+import getpass
 import os
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.abc import Loader, MetaPathFinder
@@ -20,6 +23,7 @@ from typing import Any
 
 # torch's libraries look here first.
 LIBRARY_FOLDER = Path(__file__).resolve().parents[1] / "nvidia" / "cu13" / "lib"
+CACHE = "-virtual-gpu"  # ends the names of folders in which Inductor keeps code for it
 Around = Callable[[Any], AbstractContextManager[None]]
 
 
@@ -28,6 +32,7 @@ def around_torch(module: Any) -> Iterator[None]:
     """Load what torch looks for by name before it is imported; switch cuDNN off after it."""
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         ctypes.CDLL(str(LIBRARY_FOLDER / name), mode=ctypes.RTLD_GLOBAL)
+    keep_compiled_code_apart()
     yield
     if os.environ.get("VGPU_VALUES") == "unknown":
         from lamina_virtual_gpu.values import watch_reads
@@ -44,6 +49,20 @@ def around_torch(module: Any) -> Iterator[None]:
         from lamina_virtual_gpu.arithmetic.operators import install
 
         install()
+
+
+def keep_compiled_code_apart() -> None:
+    """Give Inductor a cache for virtual GPUs, and another one for those that compute nothing.
+
+    Inductor computes constants on the device and writes them into the code that it keeps. Without
+    arithmetic they are whatever memory held, and a GPU that computes would index with them.
+    """
+    usual = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(usual)
+    # A process may have it from one that computes otherwise.
+    name = re.sub(f"{CACHE}(-without-values)?$", "", before)
+    values = "" if computes() else "-without-values"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{name}{CACHE}{values}"
 
 
 def show_what_the_host_sees(torch: Any) -> None:

@@ -50,7 +50,7 @@ BEFORE = {
     "what DDP holds": inner_of_wrapped,
     "torch's DDP": nn.parallel.DistributedDataParallel,
     "torch's FSDP1": lambda model: torch_fsdp.FullyShardedDataParallel(
-        model, device_id=torch.device("cpu")
+        model, device_id=next(model.parameters()).device
     ),
     "torch's FSDP2": torch_fsdp.fully_shard,
     "around torch's DDP": lambda m: nn.Sequential(nn.parallel.DistributedDataParallel(m)),

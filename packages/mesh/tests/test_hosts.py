@@ -86,7 +86,7 @@ def test_groups_over_hosts_have_the_backend_of_their_group(monkeypatch):
         assert dist.get_backend_config(each) == dist.get_backend_config(group)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, reuse=False)  # whether the job's own group has hosts is asked once
 def test_groups_of_a_mesh_that_sum_come_with_groups_over_hosts(monkeypatch):
     monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")
     for mesh in (

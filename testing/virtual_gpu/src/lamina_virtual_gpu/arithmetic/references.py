@@ -160,6 +160,87 @@ def masked_scale(self: Tensor, mask: Tensor, scale: float) -> Tensor:
     return self * mask * scale
 
 
+def gru_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`aten::_thnn_fused_gru_cell`: the next state, and what backward needs, `[batch, 5 * hidden]`.
+
+    Gates are in the order reset, update, new.
+    """
+    inside = attention.wide(input_gates if input_bias is None else input_gates + input_bias)
+    hidden = attention.wide(hidden_gates if hidden_bias is None else hidden_gates + hidden_bias)
+    (r_in, u_in, n_in), (r_hid, u_hid, n_hid) = inside.chunk(3, -1), hidden.chunk(3, -1)
+    reset, update = torch.sigmoid(r_in + r_hid), torch.sigmoid(u_in + u_hid)
+    new = torch.tanh(n_in + reset * n_hid)
+    state = attention.wide(hx)
+    out = new + update * (state - new)
+    kept = torch.cat([reset, update, new, state, n_hid], -1)
+    return out.to(hx.dtype), kept.to(hx.dtype)
+
+
+def gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Any, ...]:
+    """`aten::_thnn_fused_gru_cell_backward`."""
+    reset, update, new, state, n_hid = attention.wide(workspace).chunk(5, -1)
+    slope = attention.wide(grad)
+    of_update = slope * (state - new) * (1 - update) * update
+    of_new = slope * (1 - update) * (1 - new * new)
+    of_reset = of_new * n_hid * (1 - reset) * reset
+    of_inside = torch.cat([of_reset, of_update, of_new], -1).to(grad.dtype)
+    of_hidden = torch.cat([of_reset, of_update, of_new * reset], -1).to(grad.dtype)
+    biases = (of_inside.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
+    return of_inside, of_hidden, (slope * update).to(grad.dtype), *biases
+
+
+def lstm_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    cx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`aten::_thnn_fused_lstm_cell`: state, cell, and the gates that backward needs.
+
+    Gates are in the order input, forget, cell, output.
+    """
+    inside = attention.wide(input_gates if input_bias is None else input_gates + input_bias)
+    hidden = attention.wide(hidden_gates if hidden_bias is None else hidden_gates + hidden_bias)
+    enter, forget, cell, leave = (inside + hidden).chunk(4, -1)
+    enter, forget, leave = (torch.sigmoid(gate) for gate in (enter, forget, leave))
+    cell = torch.tanh(cell)
+    after = forget * attention.wide(cx) + enter * cell
+    kept = torch.cat([enter, forget, cell, leave], -1).to(input_gates.dtype)
+    return (leave * torch.tanh(after)).to(cx.dtype), after.to(cx.dtype), kept
+
+
+def lstm_cell_backward(
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    cx: Tensor,
+    cy: Tensor,
+    workspace: Tensor,
+    has_bias: bool,
+) -> tuple[Any, ...]:
+    """`aten::_thnn_fused_lstm_cell_backward_impl`."""
+    enter, forget, cell, leave = attention.wide(workspace).chunk(4, -1)
+    before, through = attention.wide(cx), torch.tanh(attention.wide(cy))
+    none = torch.zeros_like(before)
+    of_state = none if grad_hy is None else attention.wide(grad_hy)
+    of_cell = of_state * leave * (1 - through * through)
+    of_cell = of_cell + (none if grad_cy is None else attention.wide(grad_cy))
+    gates = (
+        of_cell * cell * (1 - enter) * enter,
+        of_cell * before * (1 - forget) * forget,
+        of_cell * enter * (1 - cell * cell),
+        of_state * through * (1 - leave) * leave,
+    )
+    of_gates = torch.cat(gates, -1).to(workspace.dtype)
+    return of_gates, (of_cell * forget).to(cx.dtype), of_gates.sum(0) if has_bias else None
+
+
 NEW: dict[str, Callable[..., Any]] = {
     **attention.OPERATORS,
     "_fused_rms_norm_backward": rms_norm_backward,
@@ -176,6 +257,10 @@ NEW: dict[str, Callable[..., Any]] = {
     "_scaled_grouped_mm": scaled_grouped,
     "_fused_dropout": fused_dropout,
     "_masked_scale": masked_scale,
+    "_thnn_fused_gru_cell": gru_cell,
+    "_thnn_fused_gru_cell_backward": gru_cell_backward,
+    "_thnn_fused_lstm_cell": lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
 }
 
 
@@ -262,8 +347,22 @@ def histc(
     return Tensor.to(plain(wide, bins, min, max), input.dtype)
 
 
+def log_sigmoid(plain: Kernel, input: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep nothing for backward, as CUDA's kernel does."""
+    out, kept = plain(input)
+    return out, kept.new_empty(0)
+
+
+def log_sigmoid_backward(plain: Kernel, grad: Tensor, input: Tensor, kept: Tensor) -> Tensor:
+    """Make what the CPU's forward keeps, if CUDA's has kept nothing."""
+    of_input: Tensor = plain(grad, input, kept if kept.numel() else torch.exp(-input.abs()))
+    return of_input
+
+
 CHANGED: dict[str, Kernel] = {
     "histc": histc,
+    "log_sigmoid_backward": log_sigmoid_backward,
+    "log_sigmoid_forward": log_sigmoid,
     "native_batch_norm": batch_norm,
     "native_batch_norm_backward": batch_norm_backward,
     "native_dropout": native_dropout,

@@ -1,6 +1,7 @@
 """The user's own optimizer: of several models, zeroing in place, and gradient scalers."""
 
 import copy
+import functools
 import inspect
 
 import pytest
@@ -291,12 +292,13 @@ def test_a_step_that_a_users_hook_refuses_is_not_made(make, strategy, ranks):
 
 
 @pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("foreach", [False, True])  # True is what a GPU has by default
 @pytest.mark.parametrize("name", ["NAdam", "ASGD", "AdamW", "Rprop"])
-def test_state_that_was_never_stepped_leaves_a_first_step_as_it_is(name, ranks):
+def test_state_that_was_never_stepped_leaves_a_first_step_as_it_is(name, foreach, ranks):
     ends = []
     for loads in (False, True):
         model = build()
-        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, foreach=foreach)
         model, optimizer = fully_shard(model, optimizer, zero_dp_strategy=1)
         if loads:
             optimizer.load_state_dict(optimizer.state_dict())
@@ -305,6 +307,36 @@ def test_state_that_was_never_stepped_leaves_a_first_step_as_it_is(name, ranks):
         ends.append(full_parameters(model))
     for parameter, value in ends[0].items():
         torch.testing.assert_close(ends[1][parameter], value, rtol=0, atol=1e-6, msg=parameter)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", ["ASGD", "AdamW"])
+def test_state_of_a_parameter_that_is_one_number_was_made_before_it_was_sharded(
+    name, foreach, ranks
+):
+    """Its moments are cut like it, and its rates, which have its shape too, are not."""
+    make = functools.partial(getattr(torch.optim, name), lr=0.1, foreach=foreach)
+    plain, model = build(), build()
+    reference, optimizer = (make(each.parameters()) for each in (plain, model))
+
+    def step_whole(module, own, step):
+        losses = [loss_of(module, step, rank) for rank in range(ranks.world_size)]
+        (sum(losses) / ranks.world_size).backward()
+        own.step()
+        own.zero_grad()
+
+    step_whole(plain, reference, 0)
+    step_whole(model, optimizer, 0)
+    model, optimizer = fully_shard(model, optimizer, zero_dp_strategy=1)
+    for step in (1, 2):
+        step_whole(plain, reference, step)
+        loss_of(model, step, ranks.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameter, value in full_parameters(model).items():
+        wanted = plain.get_parameter(parameter).detach()
+        torch.testing.assert_close(value, wanted, rtol=0, atol=1e-5, msg=parameter)
 
 
 @pytest.mark.ranks(2)

@@ -30,6 +30,7 @@ from lamina.ddp.inspect.inspection import HasGroups, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.inspect.wire import WireBytes
 from lamina.ddp.optimizer.adopt_parameters import (
+    COUNTERS,
     refuse_optimizer,
 )
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
@@ -57,6 +58,7 @@ from lamina.ddp.wrapper.buckets import registration_refusal
 
 __all__ = [
     "COMING",
+    "COUNTERS",
     "ELEMENTWISE_STATE",
     "LIVE",
     "BackwardEnd",

@@ -443,6 +443,7 @@ EXPORT int cudaThreadExchangeStreamCaptureMode(int *mode) {
   std::swap(*mode, thread_mode);
   return kSuccess;
 }
+EXPORT int cuThreadExchangeStreamCaptureMode(int *mode) { return cudaThreadExchangeStreamCaptureMode(mode); }
 
 EXPORT int cudaGraphInstantiateWithFlags(Graph **out, Graph *graph, unsigned long long) {
   LOCKED;

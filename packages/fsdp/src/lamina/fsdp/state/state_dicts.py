@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
 from lamina.buffers.engine import TensorPart
-from lamina.ddp.engine import ELEMENTWISE_STATE, local_of_state_call
+from lamina.ddp.engine import COUNTERS, ELEMENTWISE_STATE, local_of_state_call
 from lamina.fsdp.compat import TorchDispatchMode, tree_map_only
 from lamina.fsdp.state.cut_regions import TensorRegions, regions_of
 
@@ -255,12 +255,15 @@ def _mapped(
     state: dict[str, Any],
     change: Callable[[torch.Tensor, Any], Any],
 ) -> dict[str, Any]:
-    """A state dictionary with `change(parameter, value)` of all state but step counts."""
+    """A state dictionary with `change(parameter, value)` of all state but numbers like step counts.
+
+    These have the shape of a parameter that is one number, and are not cut as it is.
+    """
     # By what the dictionary calls parameters: numbers, or names in torch's generic functions.
     keys = (key for group in state["param_groups"] for key in group["params"])
     parameters = dict(zip(keys, _parameters(optimizer), strict=False))
     mapped = {
-        key: {n: v if n == "step" else change(parameters[key], v) for n, v in values.items()}
+        key: {n: v if n in COUNTERS else change(parameters[key], v) for n, v in values.items()}
         if key in parameters
         else values
         for key, values in state["state"].items()

@@ -86,3 +86,26 @@ def test_a_second_save_copies_into_the_pinned_memory_of_the_first(on_rank_0):
     assert first[1:] == [True, "torch.float32"]
     assert other[1:] == [True, "torch.bfloat16"]
     assert other[0] != first[0]
+
+
+def test_a_thread_asks_an_event_while_another_one_captures(on_rank_0):
+    """The watchdog does: in the default mode the question would spoil the capture."""
+    text = """
+        import threading
+        import torch
+        from lamina.collectives.compat import has_ended
+
+        start()
+        x, event, answers = torch.zeros(8, device="cuda"), torch.cuda.Event(), []
+        event.record()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.add_(1)
+            thread = threading.Thread(target=lambda: answers.append(has_ended(event)))
+            thread.start()
+            thread.join()
+        graph.replay()
+        end(answers)
+    """
+    assert on_rank_0(text)[-1:] == [True]

@@ -1,12 +1,12 @@
 """All tests of ours on the virtual GPU that computes: values are asserted, and races fail a test.
 
-`python3 noxfile.py -s virtual-gpu -- tests` runs the files marked for GPUs, the tests of parity,
-and each layer's cells of NCCL on 1, 2 and 4 ranks, at once and under an adversary whose seed is
-the commit's. It ends after 60 minutes (`--minutes`); every part has its turn, and the next run goes
-on where this one ended. `-- tests --slow` has five seeds and 8 ranks too. `-- tests --ci` is a
-sample in both orders, of some two minutes. `-- tests ddp-2` chooses parts. `--keep` writes the
-section "With values" of `docs/records/virtual-gpu.md`, and enters the cells that ran whole in
-`docs/records/cells.json`; the task then writes `cells.md` anew.
+`python3 noxfile.py -s virtual-gpu -- tests` runs the files marked for GPUs, and the cells of NCCL
+of all layers on 1, 2 and 4 ranks, at once and under an adversary whose seed is the commit's. It
+ends after 60 minutes (`--minutes`); every part has its turn, and the next run goes on where this
+one ended. `-- tests --slow` has five seeds and 8 ranks too. `-- tests --ci` is a sample in both
+orders, of some two minutes. `-- tests ranks-2 models` chooses parts, and `-- tests ddp-2` one
+layer's. `--keep` writes the section "With values" of `docs/records/virtual-gpu.md`, and enters the
+cells that ran whole in `docs/records/cells.json`; the task then writes `cells.md` anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,14 +32,6 @@ HEADING = "## With values\n"
 END = "<!-- end of the section that `-- tests --keep` writes -->\n"
 WORLDS, SLOW_WORLDS = (1, 2, 4), (1, 2, 4, 8)
 SEEDS, SLOW_SEEDS = 1, 5
-PARITY = tuple(
-    f"packages/{path}"
-    for path in (
-        "fsdp/tests/test_parity.py", "fsdp/tests/test_strategies.py",
-        "ddp/tests/test_strategies.py", "models/tests/test_mesh_parity.py",
-        "checkpoint/tests/test_strategies.py",
-    )
-)  # fmt: skip
 # What a few minutes hold: a sharded optimizer, and every strategy of one axis.
 SAMPLE = (
     "packages/ddp/tests/test_optimizers.py::"
@@ -95,13 +87,21 @@ def orders(seeds: int) -> list[tuple[str, int]]:
 
 
 def words_of(worlds: Sequence[int]) -> dict[str, tuple[str, ...]]:
-    """Return each part's words for pytest: marked files, parity, then the cells of NCCL."""
-    cells = {
+    """Return each part's words for pytest: marked files, then the cells of NCCL by their ranks.
+
+    The layers' cells are one part, because each pytest takes a quarter of a minute to begin.
+    """
+    folders = [f"packages/{layer}/tests" for layer in LAYERS]
+    return {**MARKED, **{f"ranks-{world}": (*folders, *nccl(world)) for world in worlds}}
+
+
+def cells_of(worlds: Sequence[int]) -> dict[str, tuple[str, ...]]:
+    """Return the words of each cell by itself, for those who name it."""
+    return {
         f"{layer}-{world}": (f"packages/{layer}/tests", *nccl(world))
         for world in worlds
         for layer in LAYERS
     }
-    return {**MARKED, "parity": (*PARITY, *nccl(2)), **cells}
 
 
 def nccl(world: int) -> tuple[str, ...]:
@@ -109,9 +109,12 @@ def nccl(world: int) -> tuple[str, ...]:
     return ("--backend", "nccl", "--world-size", str(world))
 
 
-def parts(slow: bool = False) -> list[Computed]:
-    """Return all parts in the order in which they have their turn."""
-    named = words_of(SLOW_WORLDS if slow else WORLDS)
+def parts(slow: bool = False, names: Collection[str] = ()) -> list[Computed]:
+    """Return the named parts, or all, in the order in which they have their turn."""
+    worlds = SLOW_WORLDS if slow else WORLDS
+    named = words_of(worlds)
+    if names:
+        named = {name: w for name, w in {**named, **cells_of(worlds)}.items() if name in names}
     kinds = orders(SLOW_SEEDS if slow else SEEDS)
     return [Computed(name, words, *kind) for name, words in named.items() for kind in kinds]
 
@@ -130,14 +133,14 @@ def page(chosen: Sequence[Computed]) -> Iterator[str]:
     failures: list[tuple[Computed, Result]] = []
     unrun = []
     for part in chosen:
-        counts = Counter(result.outcome for result in results_of(part))
-        failures += [(part, each) for each in results_of(part) if each.outcome == "failed"]
-        if counts:
+        for name, results in by_layer(part).items():
+            counts = Counter(result.outcome for result in results)
+            failures += [(part, each) for each in results if each.outcome == "failed"]
             figures = (counts[outcome] for outcome in ("passed", "skipped", "failed"))
-            yield f"| {part.name} | {part.order} | {part.seed} | {' | '.join(map(str, figures))} |"
-        else:
+            yield f"| {name} | {part.order} | {part.seed} | {' | '.join(map(str, figures))} |"
+        if not part.whole.exists():
             unrun.append(f"{part.name} {part.order}")
-    yield f"\nNot begun: {', '.join(unrun) or 'none'}."
+    yield f"\nNot at their end: {', '.join(unrun) or 'none'}."
     yield f"\nFailed: {len(failures)}.\n"
     for part, result in failures:
         reason = (result.reason or "no reason").splitlines()[0][:150].replace("`", "'")
@@ -153,14 +156,18 @@ def runs_of(chosen: Sequence[Computed]) -> list[Run]:
     if torch is None:
         return []
     orders_of: dict[str, list[Computed]] = defaultdict(list)
+    results_in: dict[str, list[Result]] = defaultdict(list)
     for part in chosen:
-        layer, _, world = part.name.rpartition("-")
-        if layer in LAYERS and world.isdecimal() and part.whole.exists():
-            orders_of[part.name].append(part)
+        if part.whole.exists():
+            for name, results in by_layer(part).items():
+                orders_of[name].append(part)
+                results_in[name] += results
     runs = []
     for name, parts_of in orders_of.items():
         layer, _, world = name.rpartition("-")
-        results = [result for part in parts_of for result in results_of(part)]
+        if layer not in LAYERS or not world.isdecimal():
+            continue  # marked files are no cell
+        results = results_in[name]
         worst: dict[str, str] = {}
         for result in results:
             if worst.get(result.case) != "failed":
@@ -181,6 +188,17 @@ def runs_of(chosen: Sequence[Computed]) -> list[Run]:
     return runs
 
 
+def by_layer(part: Part) -> dict[str, list[Result]]:
+    """Return the results of a part, of cells under names such as `ddp-2`."""
+    if not part.words[0].endswith("/tests"):  # files, or a sample
+        return {part.name: results_of(part)}
+    results: dict[str, list[Result]] = {}
+    for result in results_of(part):
+        layer = result.case.split("/")[1]
+        results.setdefault(f"{layer}-{part.words[-1]}", []).append(result)
+    return results
+
+
 def results_of(part: Part) -> list[Result]:
     """Return the last result of each test of a part."""
     return list(read_results(part.results).values())
@@ -189,16 +207,17 @@ def results_of(part: Part) -> list[Result]:
 def main(words: Sequence[str]) -> int:
     """Run the parts that the words choose; return 1 if a test of them failed."""
     parser = argparse.ArgumentParser("noxfile.py -s virtual-gpu -- tests", allow_abbrev=False)
-    parser.add_argument("names", nargs="*", metavar="PART", help="such as ddp-2; all if none")
+    parser.add_argument(
+        "names", nargs="*", metavar="PART", help="such as ranks-2 or ddp-2; all if none"
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="for all together")
     parser.add_argument("--slow", action="store_true", help="five seeds, and 8 ranks too")
     parser.add_argument("--ci", action="store_true", help="a sample of some two minutes")
     parser.add_argument("--keep", action="store_true", help="write the record")
     options = parser.parse_args(words)
-    every = sample() if options.ci else parts(options.slow)
-    chosen = [part for part in every if not options.names or part.name in options.names]
+    chosen = sample() if options.ci else parts(options.slow, options.names)
     if not chosen:
-        print("there is no such part; there are", *dict.fromkeys(part.name for part in every))
+        print("there is no such part; there are", *words_of(SLOW_WORLDS), *cells_of(SLOW_WORLDS))
         return 1
     end = time.monotonic() + 60 * options.minutes
     left: Sequence[Computed] = chosen

@@ -274,11 +274,12 @@ INDUCTOR = """
         out = run(*given)
         return [out, *torch.autograd.grad(out.square().sum(), given)]
 
-    x, w = torch.randn(8, 64), torch.randn(64)
+    # Rows are computed many at once: 1,000 of them are no power of two.
+    x, w = torch.randn(1000, 64), torch.randn(64)
     pairs = zip(trained("cpu", block), trained("cuda", torch.compile(block)))
     apart = max(float((a - b.cpu()).abs().max()) for a, b in pairs)
     kernels = virtual_gpu.record().kernels
-    print(json.dumps([apart < 1e-5, any("triton" in name for name in kernels)]))
+    print(json.dumps([apart < 1e-4, any("triton" in name for name in kernels)]))
 """
 
 

@@ -201,7 +201,7 @@ def _bounds(job: Job, at: Machine) -> Candidate:
     memory["activations"] = saved * layers * in_flight
     again = 2.0 * _saved(config, "none") / tp * tokens if job.recompute == "full" else saved
     memory["temporaries"] = again + 6.0 * config.padded_vocab_size / tp * min(tokens, 1024.0)
-    return Candidate(job, memory, _seconds(job, at, own_weights, tokens, in_flight))
+    return Candidate(job, memory, _seconds(job, at, own_weights, tokens))
 
 
 def _saved(config: TransformerConfig, recompute: str) -> float:
@@ -216,55 +216,84 @@ def _saved(config: TransformerConfig, recompute: str) -> float:
     return selective if recompute == "selective" else selective + 3 * h + 2 * f + 9 * (q + kv)
 
 
-def _seconds(
-    job: Job, at: Machine, own_weights: float, tokens: float, in_flight: float
-) -> dict[str, float]:
-    config, layout, costs, gpu = job.config, job.layout, at.costs, at.gpu
-    passes, tp, pp = job.microbatches, layout.tp, layout.pp
+def _seconds(job: Job, at: Machine, own_weights: float, tokens: float) -> dict[str, float]:
+    """Seconds of a step by category, of a rank with so many weights and tokens of a microbatch."""
+    seconds = _computing(job, at, tokens)
+    computing = sum(seconds.values())
+    # A stage waits at both ends of a step; with two stages on a rank the ends are half as long.
+    turns = job.microbatches * (1 if job.schedule == "1f1b" else 2)
+    seconds["bubbles"] = computing * (job.layout.pp - 1) / turns
+    return {
+        **seconds,
+        **_exposed_in_layers(job, at, tokens),
+        **_exposed_over_data(job, at, own_weights, computing),
+    }
+
+
+def _computing(job: Job, at: Machine, tokens: float) -> dict[str, float]:
+    """Seconds of products and of kernels that memory binds."""
+    config, layout, costs = job.config, job.layout, at.costs
     flops = _flops(config, job.sequence) * job.tokens / job.ranks
-    flops *= 4 / 3 if job.recompute == "full" else 1.0
-    narrow = max(1, config.ffn_width // tp)
+    flops *= 4 / 3 if job.recompute == "full" else 1.0  # forward runs again
+    # All products run at the rate of the MLP's, which has most of them.
+    narrow = max(1, config.ffn_width // layout.tp)
     shape = (1, int(tokens), narrow, config.hidden_size)
     whole = 2.0 * tokens * narrow * config.hidden_size
     probe = Operation("mm", 0, False, whole, 0, shape)
     fp8, fp32 = job.precision == "fp8", job.precision == "fp32"
     rate = whole / product_seconds(probe, at, fp8=fp8, fp32=fp32)
-    moved = 2.0 * _saved(config, "none") * 6 / tp * tokens * passes * config.num_layers / pp
+    # Each element that a layer keeps is read and written some six times, in bf16.
+    layers = config.num_layers / layout.pp
+    moved = 2.0 * _saved(config, "none") * 6 / layout.tp * tokens * job.microbatches * layers
     moved *= costs.fused if job.compiled else 1.0
-    seconds = {"products": flops / rate, "other kernels": moved / (gpu.bandwidth * costs.memory)}
-    seconds["bubbles"] = (
-        sum(seconds.values()) * (pp - 1) / (passes * (1 if job.schedule == "1f1b" else 2))
-    )
-    layers = config.num_layers / pp
+    bandwidth = at.gpu.bandwidth * costs.memory
+    return {"products": flops / rate, "other kernels": moved / bandwidth}
+
+
+def _exposed_in_layers(job: Job, at: Machine, tokens: float) -> dict[str, float]:
+    """Seconds of messages that a layer waits for: nothing runs beside them."""
+    config, layout = job.config, job.layout
+    tp, visits = layout.tp, job.microbatches * config.num_layers / layout.pp
+    seconds = {}
     if tp > 1:
+        # Attention and MLP gather before and scatter after, forward and backward.
         piece = 2.0 * tokens * config.hidden_size * (tp - 1) / tp
-        times = (4 if job.recompute != "full" else 6) * 2 * layers * passes / 2
+        times = 6 if job.recompute == "full" else 4
         call = Message("tp", "tp", "all_gather_into", "", int(piece), 0, tp, 0, None)
-        seconds["exposed tp"] = times * message_seconds(call, at)
+        seconds["exposed tp"] = times * visits * message_seconds(call, at)
     if layout.cp > 1:
+        # Keys and values go round, and in backward their gradients too; half of that is hidden.
         keys = 4.0 * tokens * config.kv_heads * config.head_width / tp * (layout.cp - 1)
         outside = int(keys) if tp * layout.cp > at.per_host else 0
         call = Message("cp", "cp", "send_recv", "", int(keys), outside, layout.cp, 0, None)
-        seconds["exposed cp"] = 1.5 * layers * passes * message_seconds(call, at)
+        seconds["exposed cp"] = 1.5 * visits * message_seconds(call, at)
     if layout.ep > 1 and config.moe is not None:
+        # Tokens go to their experts and come back, forward and backward.
         rows = 2.0 * tokens * config.hidden_size * config.moe.top_k
         outside = int(rows) if layout.ep > at.per_host else 0
         call = Message("ep", "ep", "all_to_all", "", int(rows), outside, layout.ep, 0, None)
-        seconds["exposed ep"] = 4 * layers * passes * message_seconds(call, at)
-    shards = layout.dp_shard * layout.cp
-    if shards > 1:
-        sweeps = 1 if pp > 1 or job.strategy in (1, 2) else 2 * passes
-        reductions = passes if job.strategy in (2, 3) and pp == 1 else 1
-        nbytes = own_weights * (2.0 * sweeps + 2.0 * reductions) * (shards - 1) / shards
-        outside = int(nbytes) if shards * tp > at.per_host else 0
-        near = max(1, at.per_host // (tp * layout.cp))
-        share = (shards - near) / max(1, shards - 1) if outside else 0.0
-        call = Message(
-            "dp_shard", "", "all_gather_into", "", int(nbytes), int(nbytes * share), shards, 0, None
-        )
-        hidden = 0.85 * (seconds["products"] + seconds["other kernels"]) if pp == 1 else 0.0
-        seconds["exposed dp_shard"] = max(0.0, message_seconds(call, at) - hidden)
+        seconds["exposed ep"] = 4 * visits * message_seconds(call, at)
     return seconds
+
+
+def _exposed_over_data(
+    job: Job, at: Machine, own_weights: float, computing: float
+) -> dict[str, float]:
+    """Seconds of gathers and reductions that are longer than the kernels beside them."""
+    layout = job.layout
+    shards = layout.dp_shard * layout.cp
+    if shards == 1:
+        return {}
+    # Strategy 3 gathers before forward and before backward, of each microbatch without a pipeline.
+    gathers = 1 if layout.pp > 1 or job.strategy in (1, 2) else 2 * job.microbatches
+    reductions = job.microbatches if job.strategy in (2, 3) and layout.pp == 1 else 1
+    nbytes = own_weights * (2.0 * gathers + 2.0 * reductions) * (shards - 1) / shards
+    near = max(1, at.per_host // (layout.tp * layout.cp))
+    crosses = shards * layout.tp > at.per_host
+    outside = int(nbytes * (shards - near) / (shards - 1)) if crosses else 0
+    call = Message("dp_shard", "", "all_gather_into", "", int(nbytes), outside, shards, 0, None)
+    hidden = 0.85 * computing if layout.pp == 1 else 0.0
+    return {"exposed dp_shard": max(0.0, message_seconds(call, at) - hidden)}
 
 
 def _reason(each: Candidate, best: Candidate, limit: float) -> str:

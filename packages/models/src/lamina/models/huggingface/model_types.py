@@ -14,7 +14,7 @@ from itertools import chain, groupby
 from typing import Any, Literal, NamedTuple
 
 from lamina.models.attention.latent_attention import LatentAttention
-from lamina.models.base.config import LayerPart, LayerSpec, TransformerConfig
+from lamina.models.base.config import AttentionVariant, LayerPart, LayerSpec, TransformerConfig
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.weight_link import WeightLink
@@ -301,12 +301,28 @@ class ModelType:
     # ------------------------------------------------------------------ config to config.json
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        """Fields of `config.json`."""
+        """Fields of `config.json`. What single types have comes after, and over, what all have."""
+        written = self._write_table(config)
+        written |= {name: written[other] for name, other in self.equal.items()}
+        written |= {**self.refused, **self.written}
+        if self.rope and not self.nested_rope:
+            written["rope_parameters"] = written_rope(config)
+        if self.latent and config.attention_variant is not None:
+            written |= self._write_latent(config, config.attention_variant)
+        if self.experts is not None:
+            written |= self._write_experts(config)
+        if self.mamba is not None and config.mamba is not None:
+            sizes = config.mamba
+            written |= {w.name: w.write(getattr(sizes, ours)) for ours, w in self.mamba.items()}
+        return written | self._write_layers(config)
+
+    def _write_table(self, config: TransformerConfig) -> dict[str, Any]:
+        """What the table says of fields of the config."""
         values = {each.name: getattr(config, each.name) for each in fields(TransformerConfig)} | {
             "num_kv_heads": config.kv_heads,
             "ffn_size": config.ffn_width,
+            "attention_output_bias": config.output_bias,
         }
-        values["attention_output_bias"] = config.output_bias
         if not self.latent:
             values["head_dim"] = config.head_width
         activations = _GATED if self.gated else _UNGATED
@@ -319,26 +335,21 @@ class ModelType:
             if not (self.latent and ours in ("num_kv_heads", "head_dim")):
                 others = [written.get(name) for name in where.of]
                 written[where.name] = where.write(values[ours], *others)
-        written |= {name: written[other] for name, other in self.equal.items()}
-        written |= {**self.refused, **self.written}
+        return written
+
+    def _write_latent(self, config: TransformerConfig, variant: AttentionVariant) -> dict[str, Any]:
+        """Sizes of latent attention, without names that DeepSeek's config has and others lack."""
+        left = {"head_dim", "first_k_dense_replace", "num_nextn_predict_layers"}
+        if self.latent == "halves":
+            left.add("rope_interleave")
+        sizes = variant.huggingface_fields(config)
+        kept = {name: value for name, value in sizes.items() if name not in left}
+        return {**kept, "num_key_value_heads": config.num_heads}
+
+    def _write_layers(self, config: TransformerConfig) -> dict[str, Any]:
+        """Names that have a value for each layer, and those of parts that some layers have."""
         layers = range(config.num_layers)
-        if self.rope and not self.nested_rope:
-            written["rope_parameters"] = written_rope(config)
-        if self.latent and config.attention_variant is not None:
-            fields_of_latent = config.attention_variant.huggingface_fields(config)
-            left: tuple[str, ...] = (
-                "head_dim",
-                "first_k_dense_replace",
-                "num_nextn_predict_layers",
-            )
-            left += ("rope_interleave",) if self.latent == "halves" else ()
-            written |= {n: v for n, v in fields_of_latent.items() if n not in left}
-            written["num_key_value_heads"] = config.num_heads
-        if self.experts is not None:
-            written |= self._write_experts(config)
-        if self.mamba is not None and config.mamba is not None:
-            sizes = config.mamba
-            written |= {w.name: w.write(getattr(sizes, ours)) for ours, w in self.mamba.items()}
+        written: dict[str, Any] = {}
         for name, where in self.values.items():
             written[name] = [where.write(config.of_layer(at)) for at in layers]
         made = {name: self._part_in(config, name) for name in self.layer_parts}
@@ -350,12 +361,14 @@ class ModelType:
                     if isinstance(where, Field)
                 }
         for name, said in self.layers.items():
+            # A kind may say which part it has by the part's name.
             kinds = {
                 kind: {ours: made.get(value, value) for ours, value in own.items()}
                 for kind, own in said.items()
             }
             written[name] = [_kind_of(kinds, config, at) for at in layers]
             if self.nested_rope and name == "layer_types":
+                # A kind that no layer has is written as the first layer's.
                 ropes = {kind: written_rope(config.of_layer(0)) for kind in kinds}
                 own = {k: written_rope(config.of_layer(at)) for at, k in enumerate(written[name])}
                 written["rope_parameters"] = ropes | own

@@ -11,7 +11,7 @@ Lamina on one H200 (docs/records/hardware.md).
 
 `--same-program` runs torch's FSDP2 in torchtitan's recipe on the virtual GPU (torchao has to be
 there for FP8), so that the error is that of the device alone. Two shares of the data sheet's rates
-of a GPU are chosen, each on one row: that of products in bf16, and that in FP8 (`RATES`).
+are chosen, each on one row: that of products in bf16, and that of products in FP8 (`FITTED`).
 """
 
 from __future__ import annotations
@@ -97,14 +97,12 @@ def others() -> Iterator[Row]:
 
 
 RATES = {
-    "h100-96gb": {"VGPU_GPU": "h100", "VGPU_MEMORY_GIB": "95.04", "VGPU_MEMORY_GBS": "2088",
-                  "VGPU_PRODUCTS": "0.455", "VGPU_FP8_PRODUCTS": "0.33"},
-    "h200": {"VGPU_GPU": "h200", "VGPU_PRODUCTS": "0.685", "VGPU_FP8_PRODUCTS": "0.357"},
-}  # fmt: skip
-"""The virtual GPU of a row. torchtitan's H100 of 500 W has slower memory, of which 0.87 is reached,
-and its shares of products are chosen so that "8B, 8, eager" and "8B, 8, compiled FP8" take as long
-as they are published to. An H200's are those of the planner (`plan/constants.py`), of 700 W: by
-Automodel's row, and by the one row of FP8 on an H200."""
+    "h100-96gb": {"VGPU_GPU": "h100", "VGPU_MEMORY_GIB": "95.04", "VGPU_MEMORY_GBS": "2088"},
+    "h200": {"VGPU_GPU": "h200"},
+}
+"""The virtual GPU of a row; torchtitan's H100 has slower memory, of which 0.87 is reached."""
+FITTED = {"VGPU_PRODUCTS": "0.455", "VGPU_FP8_PRODUCTS": "0.33"}
+"""So that "8B, 8, eager" and "8B, 8, compiled FP8" take as long as they are published to."""
 
 
 def same_program(row: Row) -> tuple[float, float] | None:
@@ -121,7 +119,7 @@ def same_program(row: Row) -> tuple[float, float] | None:
     words += ["--fp8"] if job.precision == "fp8" else []
     answer = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("virtual_gpu.py")), *words],
-        env={**os.environ, **RATES[row.gpu]}, capture_output=True, text=True,
+        env={**os.environ, **RATES[row.gpu], **FITTED}, capture_output=True, text=True,
     )  # fmt: skip
     made = json.loads(answer.stdout.splitlines()[-1]) if answer.stdout.strip() else {}
     if "virtual_seconds" not in made:

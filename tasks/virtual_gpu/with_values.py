@@ -192,11 +192,10 @@ def by_layer(part: Part) -> dict[str, list[Result]]:
     """Return the results of a part, of cells under names such as `ddp-2`."""
     if not part.words[0].endswith("/tests"):  # files, or a sample
         return {part.name: results_of(part)}
-    results: dict[str, list[Result]] = {}
+    of_layer: dict[str, list[Result]] = {layer: [] for layer in LAYERS}
     for result in results_of(part):
-        layer = result.case.split("/")[1]
-        results.setdefault(f"{layer}-{part.words[-1]}", []).append(result)
-    return results
+        of_layer[result.case.split("/")[1]].append(result)
+    return {f"{layer}-{part.words[-1]}": results for layer, results in of_layer.items() if results}
 
 
 def results_of(part: Part) -> list[Result]:

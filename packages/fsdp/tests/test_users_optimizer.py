@@ -315,7 +315,7 @@ def test_state_that_was_never_stepped_leaves_a_first_step_as_it_is(name, foreach
 def test_state_of_a_parameter_that_is_one_number_was_made_before_it_was_sharded(
     name, foreach, ranks
 ):
-    """Its moments are cut like it, and its rates, which have its shape too, are not."""
+    """Its rates have its shape too, and are not cut like it."""
     make = functools.partial(getattr(torch.optim, name), lr=0.1, foreach=foreach)
     plain, model = build(), build()
     reference, optimizer = (make(each.parameters()) for each in (plain, model))

@@ -30,9 +30,9 @@ from lamina.ddp.inspect.inspection import HasGroups, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.inspect.wire import WireBytes
 from lamina.ddp.optimizer.adopt_parameters import (
-    COUNTERS,
     refuse_optimizer,
 )
+from lamina.ddp.optimizer.flat_step import COUNTERS
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
 from lamina.ddp.optimizer.muon import ELEMENTWISE_STATE
 from lamina.ddp.optimizer.whole_step import (

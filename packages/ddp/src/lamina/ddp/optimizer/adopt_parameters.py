@@ -9,10 +9,6 @@ from lamina.collectives.engine import software
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.facts import common_facts_of, optimizer_facts, require_same_over_tp
 
-COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State of torch's elementwise optimizers that is one number per parameter, also where the
-parameter is one number; all else is one per element."""
-
 
 def locate_main_parameters(
     groups: Iterable[ParameterGroup],
@@ -83,7 +79,7 @@ def adopt_main_parameters(optimizer: Optimizer, groups: Sequence[ParameterGroup]
         main = mains[id(parameter)]
         state = optimizer.state.pop(parameter)
         optimizer.state[main] = {
-            name: cut_state(name, value, *located[id(main)]) for name, value in state.items()
+            name: cut_state(value, *located[id(main)]) for name, value in state.items()
         }
 
 
@@ -128,13 +124,11 @@ def refuse_optimizer(
         )
 
 
-def cut_state(name: str, value: object, group: ParameterGroup, index: int) -> object:
-    """State that has a number for each element as this rank's part of it; other state as it is."""
+def cut_state(value: object, group: ParameterGroup, index: int) -> object:
+    """A state tensor of the parameter's size as this rank's part of it; others as they are."""
     spec = group.layout.specs[index]
-    if name in COUNTERS or not isinstance(value, torch.Tensor) or value.numel() != spec.numel:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != spec.numel:
         return value
-    if value.dim() == 0 and spec.shape:
-        return value  # a number, beside a parameter whose one element has dimensions
     # Flat like the main weights, so that the first step over a run need not copy it.
     flat = torch.zeros_like(group.main_weights.data, dtype=value.dtype)
     start, stop = group.spans[index]

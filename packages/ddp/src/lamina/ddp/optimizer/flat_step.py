@@ -53,13 +53,17 @@ from torch.optim.adam import adam
 from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.group.group import OptimizerAgreement, ParameterGroup
 from lamina.ddp.group.shown import local_of
-from lamina.ddp.optimizer.adopt_parameters import COUNTERS, locate_main_parameters
+from lamina.ddp.optimizer.adopt_parameters import locate_main_parameters
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD".split())
 )
 """Optimizers whose update of one element reads that element only (and the step count)."""
+
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""State of those optimizers that is one number per parameter, also where the parameter is one
+number; all else is one per element."""
 
 BLOCK = 1 << 18
 """Elements: 1 MiB of each of six tensors; temporaries below malloc's own threshold for `mmap`."""

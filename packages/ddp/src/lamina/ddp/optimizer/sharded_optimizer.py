@@ -13,8 +13,8 @@ from lamina.buffers import ShardedTensor
 from lamina.ddp.compat import local_of_state_call
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import groups_of
-from lamina.ddp.optimizer.adopt_parameters import COUNTERS, cut_state, locate_main_parameters
-from lamina.ddp.optimizer.flat_step import MOMENTS, unshare_counts
+from lamina.ddp.optimizer.adopt_parameters import cut_state, locate_main_parameters
+from lamina.ddp.optimizer.flat_step import COUNTERS, MOMENTS, unshare_counts
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
 from lamina.ddp.optimizer.muon import ELEMENTWISE_STATE
 from lamina.ddp.optimizer.whole_step import adopt_optimizer
@@ -270,15 +270,13 @@ class ShardedOptimizer(Optimizer):
         """One parameter's state, and its main weights where they are apart from the model's."""
         if self._is_apart(parameter) and _MAIN_WEIGHTS in values:
             with torch.no_grad():
-                parameter.copy_(
-                    self._cut(parameter, _MAIN_WEIGHTS, values[_MAIN_WEIGHTS], elementwise=True)
-                )
+                parameter.copy_(self._cut(parameter, values[_MAIN_WEIGHTS], elementwise=True))
         # A tensor of the parameter's size is cut like it, if its elements are the parameter's.
         elementwise = type(self.optimizer) in ELEMENTWISE_STATE
         taken = {}
         for key, value in values.items():
             if key != _MAIN_WEIGHTS:
-                cut = self._cut(parameter, key, value, elementwise=elementwise)
+                cut = self._cut(parameter, value, elementwise=elementwise)
                 taken[key] = _taken(cut, None if key in COUNTERS else kept.get(key))
         if taken:
             self.state[parameter] = taken
@@ -291,11 +289,11 @@ class ShardedOptimizer(Optimizer):
             group is not None and group.requires_grad and group.dtypes.main != group.dtypes.weights
         )
 
-    def _cut(self, parameter: nn.Parameter, name: str, value: Any, *, elementwise: bool) -> Any:
+    def _cut(self, parameter: nn.Parameter, value: Any, *, elementwise: bool) -> Any:
         """This rank's part of a whole tensor (saved by another strategy, or one process)."""
         is_cut = isinstance(parameter, ShardedTensor) and elementwise
         if is_cut and not isinstance(value, ShardedTensor):
-            return cut_state(name, value, *self._located[id(parameter)])
+            return cut_state(value, *self._located[id(parameter)])
         return value
 
 

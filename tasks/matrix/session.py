@@ -106,7 +106,7 @@ def split(rest: list[str], planned: list[Planned]) -> tuple[list[str], list[str]
 def environments() -> dict[str, Torch]:
     """Return minor version of torch -> the environment in `.nox/` that has it."""
     places = [SHARED.python, *sorted(HOUSE.glob("torch-*/bin/python"))]
-    found = [torch for place in places if (torch := Torch.of(place))]
+    found = [torch for place in places if place.exists() and (torch := Torch.of(place))]
     return {torch.minor: torch for torch in reversed(found)}
 
 

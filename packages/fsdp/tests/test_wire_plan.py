@@ -57,7 +57,7 @@ def test_leaves_that_are_no_whole_subtree_are_in_the_plan(strategy, ranks):
     assert counted(ledger, ":reduce") == wire_plan(model, 2).gradients
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, reuse=False)  # whether the job has hosts is asked once
 @pytest.mark.parametrize(
     ("strategy", "replicate", "settings"),
     [

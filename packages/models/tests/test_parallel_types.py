@@ -269,10 +269,7 @@ def regions(group):
     }
 
 
-LABELS = torch.tensor([0, 3, 5, 6])
-
-
-def layers(mesh):
+def layers(mesh, labels):
     tp = mesh.axis("tp")
 
     def product(kind, sequence):
@@ -299,13 +296,13 @@ def layers(mesh):
         "row": (row, ["V", "V", "I"], "I", [half, *rows]),
         "row, cut tokens": (row_cut, ["V", "V", "R"], "V", [half, *rows]),
         "loss of hidden states": (
-            lambda x, w: linear_cross_entropy(x, w, LABELS, tp),
+            lambda x, w: linear_cross_entropy(x, w, labels, tp),
             ["R", "V"],
             "I",
             [whole, (4, 8)],
         ),
         "loss of logits": (
-            lambda x: vocab_parallel_cross_entropy(x, LABELS, tp),
+            lambda x: vocab_parallel_cross_entropy(x, labels, tp),
             ["V"],
             "I",
             [(4, 4)],
@@ -330,7 +327,9 @@ def test_rules_say_what_numbers_say():
     """Directional derivatives over two ranks equal what the types of the gradients promise."""
     mesh = ParallelLayout(tp=2).build(device_type())
     group, rank = mesh.group("tp"), dist.get_rank()
-    cases = {name: (*case, [(4, 3)]) for name, case in regions(group).items()} | layers(mesh)
+    cases = {name: (*case, [(4, 3)]) for name, case in regions(group).items()}
+    labels = torch.tensor([0, 3, 5, 6])
+    cases |= layers(mesh, labels)
 
     def summed(value: float) -> float:
         total = torch.tensor([value], dtype=torch.float64)
@@ -342,7 +341,7 @@ def test_rules_say_what_numbers_say():
             drawn(kind, shape, rank, at).requires_grad_()
             for at, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
         ]
-        check_case(name, function, inputs, kinds, result_kind, mesh)
+        check_case(name, function, inputs, kinds, result_kind, mesh, labels)
         result = function(*inputs)
         # A gradient is equal on all ranks for I, varies for V, and is partial for R.
         kind_of_gradient = {"I": "I", "R": "V", "V": "V"}[result_kind]
@@ -367,11 +366,11 @@ def test_rules_say_what_numbers_say():
         assert promised == pytest.approx(found, rel=1e-6, abs=1e-6), name
 
 
-def check_case(name, function, inputs, kinds, result_kind, mesh) -> None:
+def check_case(name, function, inputs, kinds, result_kind, mesh, labels) -> None:
     """The rule gives the type that the numbers are compared with."""
     axis = spmd.MeshAxis.of(mesh.group("tp"))
     with rules(), spmd.set_current_mesh({"tp": axis}), spmd.checker.typecheck("strict"):
-        spmd.assert_type(LABELS, {axis: spmd.I})
+        spmd.assert_type(labels, {axis: spmd.I})
         for x, kind in zip(inputs, kinds, strict=True):
             spmd.assert_type(x, {axis: getattr(spmd, kind)})
         result = function(*inputs)

@@ -141,6 +141,20 @@ def test_gradients_count_though_nobody_has_looked_at_them():
     assert live_bytes() == before + F32
 
 
+def test_a_view_that_autograd_refuses_to_place_counts_as_memory():
+    base = torch.ones(N, requires_grad=True) * 1
+    views = [half.view(2, -1) for half in base.split(N // 2)]
+    base.mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        _ = views[0].is_leaf
+    with Meter() as meter:
+        before = meter.live_bytes()
+        kept = fresh()
+        assert meter.live_bytes() - before == F32
+    assert kept is not None
+    assert views[0]._base is base  # lived while the meter looked
+
+
 def test_tensors_without_memory_do_not_count():
     before = live_bytes()
     tensors = [torch.ones(N, device="meta")]

@@ -202,8 +202,17 @@ def _python_tensors() -> Iterator[Tensor]:
         # isinstance() would ask proxies for their __class__, which may run any code.
         if issubclass(type(candidate), Tensor):
             yield candidate
-            if candidate.is_leaf and candidate.grad is not None:
+            if _is_leaf(candidate) and candidate.grad is not None:
                 yield candidate.grad
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        # One of several views of a tensor that was written in place since, in the program or in
+        # what ran before: autograd refuses to say where it comes from. It comes from somewhere.
+        return False
 
 
 def _takes_operators_apart(kind: type) -> bool:

@@ -31,6 +31,7 @@ from lamina.models import (
     GPTModel,
     MambaConfig,
     MoEConfig,
+    MultiTokenPrediction,
     RowParallelLinear,
     TransformerConfig,
     VisionConfig,
@@ -90,6 +91,10 @@ MODELS = {
         {"ep": 4},
     ),
     "mamba": (variant(CUT, **MAMBA), {"tp": 2, "pp": 2}),
+    "later tokens": (
+        variant(CUT, moe=MOE, mtp=MultiTokenPrediction()),
+        {"tp": 2, "cp": 2, "ep": 4},
+    ),
     "vision": (CUT, {"tp": 2, "cp": 2}),
 }
 

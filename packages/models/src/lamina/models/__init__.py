@@ -16,6 +16,7 @@ from lamina.models.base.config import (
 from lamina.models.base.configs.elements import Activation, AttentionScores, NormPart
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
+from lamina.models.base.configs.multi_token import MultiTokenPrediction
 from lamina.models.base.configs.product_precision import Precision
 from lamina.models.base.configs.rope import RopeScaling
 from lamina.models.decoder.cost import matrix_parameters, training_flops_per_token
@@ -94,6 +95,7 @@ __all__ = [
     "MambaConfig",
     "MoEConfig",
     "MoELayer",
+    "MultiTokenPrediction",
     "NormPart",
     "PipelineRunner",
     "Precision",

@@ -34,6 +34,7 @@ from lamina.models.base.configs.field_checks import (
 )
 from lamina.models.base.configs.mamba import LETTERS, MambaConfig, check_pattern
 from lamina.models.base.configs.moe import MoEConfig
+from lamina.models.base.configs.multi_token import MultiTokenPrediction
 from lamina.models.base.configs.product_precision import Precision
 from lamina.models.base.configs.rope import RopeScaling
 from lamina.models.base.mesh_axes import MeshLike
@@ -295,6 +296,7 @@ class TransformerConfig:
         mamba: sizes of Mamba-2 layers; given where the pattern has an `M`.
         moe: experts of layers of kind `E`, and in place of the MLP in layers of kind `T`, and
             in which of these; None has none.
+        mtp: layers that predict tokens beyond the next one in training; None has none.
         attention_path: `auto` uses `scaled_dot_product_attention` for plain causal attention. For
             documents and windows it uses `varlen` (CUDA, fp16 or bf16), `flex` (CUDA), or `sdpa`
             with a stored mask (anything else). All give the same numbers. A path that is named is
@@ -376,6 +378,7 @@ class TransformerConfig:
     layers: tuple[LayerSpec, ...] | None = None
     mamba: MambaConfig | None = None
     moe: MoEConfig | None = None
+    mtp: MultiTokenPrediction | None = None
     vocab_multiple: int = 1
     sequence_parallel: bool = False
     tp_reduction: Reduction = "ordered"
@@ -479,6 +482,7 @@ class TransformerConfig:
                 self.logit_softcap is not None
             ),
             f"head_bias={self.head_bias} (a sum over tokens in no fixed order)": self.head_bias,
+            f"mtp={self.mtp} (embedding and head have several gradients)": self.mtp is not None,
             "tie_embeddings=True (a weight with two gradients, added for each microbatch)": (
                 self.tie_embeddings
             ),
@@ -681,7 +685,7 @@ _SWITCHES: dict[str, tuple[bool | str, ...]] = {
 }
 _SHARED_BY_LAYERS = {
     *("vocab_size", "hidden_size", "num_layers", "max_sequence_length", "tie_embeddings"),
-    *("embedding_norm", "logit_softcap", "head_bias", "position_offset"),
+    *("embedding_norm", "logit_softcap", "head_bias", "position_offset", "mtp"),
     *("embedding_scale", "logit_scale", "layer_pattern", "layer_kinds", "layers", "loss_chunk"),
     *("vocab_multiple", "sequence_parallel", "tp_reduction", "context_parallel", "precision"),
     *("invariant", "residual_additions", "huggingface_type"),

@@ -7,17 +7,27 @@ from lamina.models.decoder.layer_stack import parts_of
 def matrix_parameters(config: TransformerConfig) -> int:
     """Count the weights that a token is multiplied with: projections and the head.
 
-    Of the experts only those count that a token is sent to.
+    Of the experts only those count that a token is sent to. The layers of `config.mtp` count.
 
     Examples:
         >>> matrix_parameters(preset("llama3-8b")) > 7e9
         True
     """
     layers = range(config.num_layers)
-    blocks = sum(
-        part.parameters(config.of_layer(at)) for at in layers for part in parts_of(config, at)
-    )
-    return blocks + config.padded_vocab_size * config.hidden_size
+    blocks = sum(_layer_parameters(config, at) for at in layers)
+    depth = 0 if config.mtp is None else config.mtp.depth
+    head = config.padded_vocab_size * config.hidden_size
+    return blocks + head + depth * (head + _further_parameters(config))
+
+
+def _layer_parameters(config: TransformerConfig, layer: int) -> int:
+    own = config.of_layer(layer)
+    return sum(part.parameters(own) for part in parts_of(config, layer))
+
+
+def _further_parameters(config: TransformerConfig) -> int:
+    """Weights of a layer of `config.mtp`: the model's last layer, and a projection."""
+    return _layer_parameters(config, config.num_layers - 1) + 2 * config.hidden_size**2
 
 
 def layer_flops_per_token(config: TransformerConfig, layer: int, sequence: int) -> float:
@@ -44,5 +54,7 @@ def training_flops_per_token(config: TransformerConfig, sequence: int) -> float:
         >>> flops = training_flops_per_token(config, sequence=128)
     """
     head = 6.0 * config.padded_vocab_size * config.hidden_size
-    layers = range(config.num_layers)
-    return head + sum(layer_flops_per_token(config, at, sequence) for at in layers)
+    layers = [layer_flops_per_token(config, at, sequence) for at in range(config.num_layers)]
+    depth = 0 if config.mtp is None else config.mtp.depth
+    further = head + layers[-1] + 6.0 * 2 * config.hidden_size**2
+    return head + sum(layers) + depth * further

@@ -21,6 +21,7 @@ from lamina.models.base.initialise import assign_seeds, check_same_seed, draw_se
 from lamina.models.base.kept_roles import KeepsRoles
 from lamina.models.base.mesh_axes import MeshLike, axis_of, data_parallel_axis
 from lamina.models.decoder.layer_stack import caches_tokens, make_block
+from lamina.models.decoder.multi_token import MultiTokenLayers
 from lamina.models.decoder.precision_backends import apply_precision
 from lamina.models.decoder.splice import Splice
 from lamina.models.invariance.fixed_sums import fix_sums
@@ -122,7 +123,10 @@ class GPTModel(KeepsRoles):
             make_block(config, index, self.axis, self.expert_axes)
             for index in range(config.num_layers)
         )
-        for module in self.blocks.modules():
+        self.mtp: MultiTokenLayers | None = None
+        if config.mtp is not None:
+            self.mtp = MultiTokenLayers(config, config.mtp, axis, self.cp, self.expert_axes)
+        for module in self.modules():
             if self.cp is not None and isinstance(module, Attention):
                 module.cp = self.cp.size  # blocks were given the axis of tp only
         self.final_norm = make_norm(config, partial=partial)
@@ -181,6 +185,10 @@ class GPTModel(KeepsRoles):
                 have (on a GPU they make the result NaN).
         """
         check_reduction(reduction)
+        if splice is not None and self.mtp is not None:
+            raise ValueError(
+                "splice beside mtp: spliced vectors are no later token's; leave mtp out"
+            )
         self.check_inputs(tokens, labels, document_ids, positions, padding_mask)
         counted = cache is not None and positions is None and document_ids is None
         if positions is None:
@@ -205,6 +213,13 @@ class GPTModel(KeepsRoles):
         x = self.final_norm(x)
         if labels is not None:
             loss = self.loss(x, labels, reduction)
+            if self.training and self.mtp is not None:
+
+                def embed(later: Tensor) -> Tensor:
+                    return self.embed(later, cut[1])
+
+                further = self.mtp.loss(x, tokens, labels, *masks, context, embed, self.head)
+                loss = loss + self._of_labels(further, labels, reduction)
             if context.routing is not None:
                 # A mean is averaged over the ranks of cp, each of which has a part of an auxiliary
                 # loss. A sum is divided by the number of labels later.
@@ -265,6 +280,12 @@ class GPTModel(KeepsRoles):
         """Cross-entropy of this rank's hidden states with whole labels `[batch, sequence]`."""
         check_reduction(reduction)
         total: Tensor = self.head(x, cut_sequence(labels, self.cp), "sum")
+        return self._of_labels(total, labels, reduction)
+
+    def _of_labels(
+        self, total: Tensor, labels: Tensor, reduction: Literal["mean", "sum"]
+    ) -> Tensor:
+        """A sum of this rank's losses, or its part of their mean over the labels that count."""
         if reduction == "sum":
             return total
         parts = 1 if self.cp is None else self.cp.size

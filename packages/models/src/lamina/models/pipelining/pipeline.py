@@ -193,6 +193,11 @@ def _check(
     axis: MeshAxis,
     wrap: Callable[[GPTStage], nn.Module] | None,
 ) -> None:
+    if model.config.mtp is not None:
+        raise ValueError(
+            f"mtp={model.config.mtp} in a pipeline: its layers need the embedding, which the last "
+            "stage does not have; set mtp=None in TransformerConfig, or train without pipeline()"
+        )
     _check_additions(model)
     _check_axes(model, mesh)
     if not isinstance(mesh, ParallelMesh):

@@ -56,6 +56,11 @@ class VisionLanguageModel(KeepsRoles):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        if language.mtp is not None:
+            raise ValueError(
+                f"mtp of the language model is {language.mtp}: its layers read embeddings of later "
+                "tokens, and an image's vectors are none; set mtp=None"
+            )
         if not 0 <= image_token < language.vocab_size:
             raise ValueError(
                 f"image_token is {image_token}: it must be one of the vocabulary's ids, 0 to "

@@ -13,6 +13,7 @@ from lamina.models import (
     GPTModel,
     LatentAttention,
     MoEConfig,
+    MultiTokenPrediction,
     config_from_huggingface,
     from_huggingface,
     huggingface_config,
@@ -21,6 +22,7 @@ from lamina.models import (
 )
 
 transformers = pytest.importorskip("transformers")
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 TINY = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_size": 40,
         "max_sequence_length": 64}  # fmt: skip
@@ -187,3 +189,69 @@ def test_deepseeks_yarn_gives_transformers_logits():
     tokens = torch.randint(0, 61, (2, 48), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def written_to(path, model, **changes):
+    """A directory as it is published; `changes` are tensors of other values."""
+    tensors = to_huggingface(model) | changes
+    (path / "config.json").write_text(json.dumps(huggingface_config(model.config)))
+    save_file(
+        {name: each.contiguous() for name, each in tensors.items()}, path / "model.safetensors"
+    )
+    return tensors
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_layers_of_multi_token_prediction_are_read_and_written(dense, tmp_path):
+    config = replace(CONFIGS["deepseek_v3"], mtp=MultiTokenPrediction(depth=2))
+    model = perturbed(replace(config, moe=None) if dense else config)
+    copies = {
+        f"model.layers.{at}.{name}.weight": value.detach().clone()
+        for at in (3, 4)
+        for name, value in (
+            ("embed_tokens", model.embedding.weight),
+            ("shared_head.head", model.head.weight),
+        )
+    }
+    tensors = written_to(tmp_path, model, **copies)
+    layer = {name.removeprefix("model.layers.4.") for name in tensors if "layers.4." in name}
+    assert {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"} < layer
+    assert {"input_layernorm.weight", "self_attn.o_proj.weight"} < layer
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 2
+
+    back = from_huggingface(tmp_path)
+    assert back.config.mtp == MultiTokenPrediction(depth=2)
+    state = back.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(state[name], value), name
+    tokens = tokens_of()
+    assert torch.equal(*(each.train()(tokens[:, :-1], tokens[:, 1:]) for each in (model, back)))
+
+    # transformers computes the model without them, and so does one that leaves them out.
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    without = from_huggingface(tmp_path, mtp=False).eval()
+    assert without.config.mtp is None
+    for each in (without, back.eval()):
+        torch.testing.assert_close(each(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+    memory = to_huggingface(model, names="memory")
+    assert memory.keys() == theirs.state_dict().keys()
+
+
+def test_layers_of_multi_token_prediction_that_do_not_fit_are_refused(tmp_path):
+    model = perturbed(replace(CONFIGS["deepseek_v3"], mtp=MultiTokenPrediction()))
+    written_to(tmp_path, model, **{"model.layers.3.shared_head.head.weight": torch.zeros(61, 32)})
+    with pytest.raises(
+        ValueError, match=r"shared_head\.head\.weight with other values than lm_head"
+    ):
+        from_huggingface(tmp_path)
+    tensors = written_to(tmp_path, model)
+    del tensors["model.layers.3.hnorm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has no model\.layers\.3\.hnorm\.weight"):
+        from_huggingface(tmp_path)
+    del tensors["model.layers.3.eh_proj.weight"]  # then they are tensors of another model
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="has no place"):
+        from_huggingface(tmp_path)
+    with pytest.raises(ValueError, match="of type mixtral: of the types known here, deepseek_v3"):
+        huggingface_config(replace(CONFIGS["mixtral"], mtp=MultiTokenPrediction()))

@@ -27,7 +27,8 @@ class WeightLink:
         kernel: the shape of a row of theirs, whose elements are one dimension of ours (a
             convolution's; () is a number, where ours has a column); None is as ours.
         in_memory: the name of the tensor of the same shape in a `transformers` model in memory,
-            or names in place of `theirs`, if these differ from the names in files.
+            or names in place of `theirs`, if these differ from the names in files; () if such a
+            model leaves the tensors out.
     """
 
     ours: str
@@ -113,7 +114,7 @@ class WeightLink:
         try:
             return self.to_ours([tensor(name) for name in self.theirs])
         except KeyError:
-            if self.in_memory is None:
+            if not self.in_memory:
                 raise
         if isinstance(self.in_memory, str):
             return tensor(self.in_memory)

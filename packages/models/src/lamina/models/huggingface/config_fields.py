@@ -42,8 +42,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = dict.fromkeys(
         # Memory and rounding: feed-forward layers in pieces, products in slices, and the dtype of
         # a residual.
         *("chunk_size_feed_forward", "pretraining_tp", "residual_in_fp32", "ep_size"),
-        # Further predictions, whose layers transformers leaves out too. `from_huggingface` names
-        # their tensors.
+        # Layers of multi-token prediction, which transformers leaves out when it saves, without a
+        # change of this number. `from_huggingface` looks for their tensors.
         "num_nextn_predict_layers",
         # Read above where they count: windows that are off, an older file's names beside a newer's,
         # and the sizes of dense layers.

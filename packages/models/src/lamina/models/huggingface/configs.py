@@ -112,6 +112,8 @@ def _written_llama(kind: str, config: TransformerConfig) -> dict[str, Any]:
     written |= variant_of(config).huggingface_fields(config)
     if config.moe is not None:
         written |= written_moe(config, config.moe, kind)
+    if config.mtp is not None:
+        written["num_nextn_predict_layers"] = config.mtp.depth
     return written
 
 

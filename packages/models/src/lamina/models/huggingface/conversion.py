@@ -1,8 +1,9 @@
 """Reading and writing Hugging Face weights, without `transformers`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +11,20 @@ from torch import Tensor, nn
 from lamina.collectives.engine import start_all_gather
 from lamina.mesh import role_of
 from lamina.mesh.engine import MeshAxis
-from lamina.models.base.config import AttentionVariant
+from lamina.models.base.config import AttentionVariant, TransformerConfig
+from lamina.models.base.configs.multi_token import MultiTokenPrediction
 from lamina.models.base.mesh_axes import MeshLike, cut_weight, join_weight
 from lamina.models.decoder.gpt import GPTModel, require_gpt
 from lamina.models.huggingface.config_fields import AS_IT_IS, shortened
 from lamina.models.huggingface.configs import config_from_huggingface
 from lamina.models.huggingface.model_types import ModelType
 from lamina.models.huggingface.sources import SourceTensors, open_source
-from lamina.models.huggingface.weight_maps import WeightLink, head_names, weight_map
+from lamina.models.huggingface.weight_maps import (
+    WeightLink,
+    further_layer,
+    head_names,
+    weight_map,
+)
 from lamina.models.moe.expert_axes import ExpertAxes
 
 
@@ -76,6 +83,8 @@ def exported_tensors(
         whole = tensor if like is None else _whole(tensor, like, axis, experts)
         theirs: tuple[str, ...] = link.theirs
         if names == "memory" and link.in_memory is not None:
+            if not link.in_memory:
+                continue
             if isinstance(link.in_memory, str):
                 exported[link.in_memory] = whole
                 continue
@@ -116,6 +125,7 @@ def from_huggingface(
     device: torch.device | str = "cpu",
     variants: Sequence[type[AttentionVariant]] = (),
     types: Sequence[ModelType] = (),
+    mtp: bool = True,
 ) -> GPTModel:
     """Build a model with the weights of a Hugging Face model.
 
@@ -126,6 +136,8 @@ def from_huggingface(
         device: where the model is.
         variants: kinds of attention of your own, which are found by their `huggingface_type`.
         types: types of your own, which are found by their `name`.
+        mtp: read layers of multi-token prediction, if there are any; False leaves them out, for a
+            pipeline.
 
     Raises:
         ValueError: for an architecture that is not known here, for quantised weights, for tensors
@@ -135,6 +147,7 @@ def from_huggingface(
     """
     written, tensors = open_source(source)
     config = config_from_huggingface(written, variants=variants, types=types)
+    config = _with_further_layers(config, written, tensors, mtp)
     with torch.device("meta"):
         model = GPTModel(config, mesh, seed=0)
     links = weight_map(config, types)
@@ -143,6 +156,29 @@ def from_huggingface(
     tied_to = table_name(links[0], tensors) if config.tie_embeddings else None
     tensors.refuse_unread(tied_to, head_names(config, types))
     return model
+
+
+def _with_further_layers(
+    config: TransformerConfig, written: Mapping[str, Any], tensors: SourceTensors, wanted: bool
+) -> TransformerConfig:
+    """The config with the layers of multi-token prediction that there are tensors of.
+
+    Their copies of the embedding and the head are compared and left out, as all of them are if they
+    are not wanted.
+    """
+    depth = int(written.get("num_nextn_predict_layers") or 0)
+    layers = [further_layer(config, number) for number in range(depth)]
+    if not all(f"{layer}.eh_proj.weight" in tensors for layer in layers) or not layers:
+        return config
+    for layer in layers:
+        if wanted:
+            table = "model.embed_tokens.weight"
+            tensors.require_copy(f"{layer}.embed_tokens.weight", table)
+            head = table if config.tie_embeddings else "lm_head.weight"
+            tensors.require_copy(f"{layer}.shared_head.head.weight", head)
+        else:
+            tensors.leave_out(f"{layer}.")
+    return replace(config, mtp=MultiTokenPrediction(depth=depth)) if wanted else config
 
 
 def table_name(link: WeightLink, tensors: SourceTensors) -> str:

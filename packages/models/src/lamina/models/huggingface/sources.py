@@ -51,6 +51,18 @@ class SourceTensors:
                 return _as_written(self._read_one, candidate)
         raise KeyError(name)
 
+    def leave_out(self, beginning: str) -> None:
+        """Let nobody read the tensors whose names begin so."""
+        self._unread = {name for name in self._unread if not name.startswith(beginning)}
+
+    def require_copy(self, name: str, of: str) -> None:
+        """Raise ValueError for a tensor that is there, and is no copy of another one."""
+        if name in self and not torch.equal(self.read(name), self.read(of)):
+            raise ValueError(
+                f"{self.source} has {name} with other values than {of}, of which it must be a "
+                "copy: the model has one for both"
+            )
+
     def refuse_unread(self, tied_to: str | None, heads: Collection[str]) -> None:
         """Raise ValueError for weights that nothing has read: it would be another model.
 

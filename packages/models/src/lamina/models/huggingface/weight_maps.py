@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lamina.models.attention.attention import MultiHeadAttention, variant_of
@@ -16,7 +17,7 @@ from lamina.models.layers.norms import norm_of
 from lamina.models.mamba.block import Mamba2
 from lamina.models.moe.layer import Experts
 
-__all__ = ["WeightLink", "head_names", "model_type", "weight_map"]
+__all__ = ["WeightLink", "further_layer", "head_names", "model_type", "weight_map"]
 
 
 def model_type(config: TransformerConfig, types: Sequence[ModelType] = ()) -> str:
@@ -24,6 +25,16 @@ def model_type(config: TransformerConfig, types: Sequence[ModelType] = ()) -> st
 
     `types` are further ones, which are found by `config.huggingface_type`.
     """
+    kind = _type_of_features(config, types)
+    if config.mtp is not None and kind != "deepseek_v3":
+        raise ValueError(
+            f"mtp={config.mtp} in a model of type {kind}: of the types known here, deepseek_v3 "
+            "alone has names for its tensors; set mtp=None, or give from_huggingface() mtp=False"
+        )
+    return kind
+
+
+def _type_of_features(config: TransformerConfig, types: Sequence[ModelType]) -> str:
     if config.huggingface_type is not None:
         if type_of(config.huggingface_type, types) is None:
             raise ValueError(
@@ -86,7 +97,6 @@ _OF_OTHER_TYPES = {
     "layers": None, "mlp": None, "pre_norm": True, "parallel_mlp": None, "rotary_fraction": 1.0,
     "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "scores": None,
     "logit_softcap": None, "head_bias": False, "embedding_norm": False, "position_offset": 0,
-    "mtp": None,
 }  # fmt: skip
 
 
@@ -219,6 +229,25 @@ def _like_llama(config: TransformerConfig, kind: str) -> Iterator[WeightLink]:
         yield from linked("head", "lm_head", rows_added=added)
     if config.head_bias:
         yield WeightLink("head.bias", ("lm_head.bias",), rows_added=added)
+    for number in range(0 if config.mtp is None else config.mtp.depth):
+        for link in _multi_token(config, kind, f"mtp.{number}", further_layer(config, number)):
+            yield replace(link, in_memory=())
+
+
+def further_layer(config: TransformerConfig, number: int) -> str:
+    """The prefix of their names of a layer of multi-token prediction, counted from 0."""
+    return f"model.layers.{config.num_layers + number}"
+
+
+def _multi_token(
+    config: TransformerConfig, kind: str, ours: str, theirs: str
+) -> Iterator[WeightLink]:
+    yield from _norm(config, f"{ours}.embedding_norm", f"{theirs}.enorm")
+    yield from _norm(config, f"{ours}.hidden_norm", f"{theirs}.hnorm")
+    yield from linked(f"{ours}.projection", f"{theirs}.eh_proj")
+    last = config.num_layers - 1
+    yield from _block(config.of_layer(last), last, kind, f"{ours}.block", theirs)
+    yield from _norm(config, f"{ours}.final_norm", f"{theirs}.shared_head.norm")
 
 
 def _block(

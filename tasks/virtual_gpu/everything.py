@@ -44,7 +44,8 @@ MARKED = {
 WITH_VALUES = ("checkpoint",)  # layers whose cells say little without
 GRACE = 20.0  # seconds in which an interrupted part may end by itself
 OK, FAILED, NO_TESTS = 0, 1, 5  # pytest's exit codes
-PLUGINS = ("-p", "lamina_testing.plugin", "-q", "--tb=short", "-o", "faulthandler_timeout=240")
+# Stacks are printed late, as Python may die of it where other threads run; what computes is slow.
+PLUGINS = ("-p", "lamina_testing.plugin", "-q", "--tb=short", "-o", "faulthandler_timeout=600")
 
 
 @dataclass(frozen=True)

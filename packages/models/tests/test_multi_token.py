@@ -177,7 +177,27 @@ def test_what_cannot_be_is_refused_by_name():
 
 
 @pytest.mark.ranks(2)
-def test_a_pipeline_refuses_them():
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"]
+)
+def test_pipelines_equal_one_process(schedule, tied):
+    config = replace(TWO, num_layers=4, tie_embeddings=tied)
     mesh = ParallelLayout(pp=2).build(device_type())
-    with pytest.raises(ValueError, match=r"mtp=.* in a pipeline: its layers need the embedding"):
-        pipeline(GPTModel(TWO, mesh, seed=1), mesh, num_microbatches=2)
+    whole = OneProcess(config, "fp64", 1)
+    model = OnMesh(config, "fp64", mesh, schedule, 0, False)
+    for step in range(3):
+        wanted, found = whole.step(*batch(step)), model.step(*batch(step))
+        torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=0)
+    assert_equal(
+        model.parameters(), dict(whole.model.named_parameters()), model.roles, mesh, "fp64"
+    )
+
+
+@pytest.mark.ranks(2)
+def test_a_pipeline_refuses_what_its_last_stage_cannot_embed():
+    mesh = ParallelLayout(pp=2).build(device_type())
+    for changes in ({"positions": "learned"}, {"embedding_norm": True}):
+        model = GPTModel(replace(TWO, **changes), mesh, seed=1)
+        with pytest.raises(ValueError, match=r"beside mtp=MultiToken.* the last stage has no copy"):
+            pipeline(model, mesh, num_microbatches=2)

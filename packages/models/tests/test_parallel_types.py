@@ -95,6 +95,10 @@ MODELS = {
         variant(CUT, moe=MOE, mtp=MultiTokenPrediction()),
         {"tp": 2, "cp": 2, "ep": 4},
     ),
+    "later tokens in stages": (
+        variant(CUT, tie_embeddings=True, mtp=MultiTokenPrediction()),
+        {"tp": 2, "pp": 2},
+    ),
     "vision": (CUT, {"tp": 2, "cp": 2}),
 }
 

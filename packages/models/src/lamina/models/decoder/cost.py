@@ -53,8 +53,19 @@ def training_flops_per_token(config: TransformerConfig, sequence: int) -> float:
         >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
         >>> flops = training_flops_per_token(config, sequence=128)
     """
+    layers = range(config.num_layers)
+    blocks = sum(layer_flops_per_token(config, at, sequence) for at in layers)
+    return blocks + head_flops_per_token(config, sequence)
+
+
+def head_flops_per_token(config: TransformerConfig, sequence: int) -> float:
+    """Operations of forward and backward after the blocks, as of `training_flops_per_token`.
+
+    They are the head's, and those of the layers of `config.mtp`, each with the head once more.
+    """
     head = 6.0 * config.padded_vocab_size * config.hidden_size
-    layers = [layer_flops_per_token(config, at, sequence) for at in range(config.num_layers)]
-    depth = 0 if config.mtp is None else config.mtp.depth
-    further = head + layers[-1] + 6.0 * 2 * config.hidden_size**2
-    return head + sum(layers) + depth * further
+    if config.mtp is None:
+        return head
+    block = layer_flops_per_token(config, config.num_layers - 1, sequence)
+    projection = 6.0 * 2 * config.hidden_size**2
+    return head + config.mtp.depth * (projection + block + head)

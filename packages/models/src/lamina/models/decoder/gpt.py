@@ -1,6 +1,7 @@
 """The decoder-only language model."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -214,10 +215,7 @@ class GPTModel(KeepsRoles):
         if labels is not None:
             loss = self.loss(x, labels, reduction)
             if self.training and self.mtp is not None:
-
-                def embed(later: Tensor) -> Tensor:
-                    return self.embed(later, cut[1])
-
+                embed = partial(self.embed, positions=cut[1])
                 further = self.mtp.loss(x, tokens, labels, *masks, context, embed, self.head)
                 loss = loss + self._of_labels(further, labels, reduction)
             if context.routing is not None:
@@ -385,6 +383,11 @@ class GPTModel(KeepsRoles):
             remedy = "raise max_sequence_length, which is the number of learned positions"
             limit = self.config.max_sequence_length
             check_ids("positions", positions, limit, remedy=remedy)
+
+    @property
+    def reads_embedding_last(self) -> bool:
+        """Whether what follows the blocks needs the embedding's weight, which comes first."""
+        return self.head.tied or self.mtp is not None
 
     @property
     def caches(self) -> bool:

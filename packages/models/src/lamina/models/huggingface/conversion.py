@@ -136,8 +136,7 @@ def from_huggingface(
         device: where the model is.
         variants: kinds of attention of your own, which are found by their `huggingface_type`.
         types: types of your own, which are found by their `name`.
-        mtp: read layers of multi-token prediction, if there are any; False leaves them out, for a
-            pipeline.
+        mtp: read layers of multi-token prediction, if there are any; False leaves them out.
 
     Raises:
         ValueError: for an architecture that is not known here, for quantised weights, for tensors

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from lamina.models.base.config import TransformerConfig
-from lamina.models.decoder.cost import layer_flops_per_token
+from lamina.models.decoder.cost import head_flops_per_token, layer_flops_per_token
 
 Layout = tuple[tuple[int, ...], ...]
 """Layers of each stage, in order."""
@@ -22,12 +22,12 @@ its gradient move bytes, and a device computes about 60 operations in the time o
 
 
 def part_costs(config: TransformerConfig, sequence: int) -> tuple[float, list[float], float]:
-    """The cost of a training step per token: of the embedding, of each layer, and of the head.
+    """The cost of a training step per token: of the embedding, of each layer, and of what follows.
 
     It is in floating-point operations or their equivalent, for sequences of this many tokens.
     """
-    head = 6.0 * config.padded_vocab_size * config.hidden_size
     layers = [layer_flops_per_token(config, at, sequence) for at in range(config.num_layers)]
+    head = head_flops_per_token(config, sequence)
     return LOOKUP_COST * config.hidden_size, layers, head
 
 

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -69,12 +70,12 @@ class GPTStage(GPTModel):
 
     Parameters have the names that they have in the whole model: layer 5 is `blocks.5` in every
     stage. If embeddings are tied, the last stage's copy is `embedding.weight` (and `head.weight`
-    in `state_dict()`, as in the whole model).
+    in `state_dict()`, as in the whole model). With `config.mtp` that stage has a copy too.
 
     The modules of the model, which may be on the meta device, move here. `layers` are numbers of
     its blocks, in order. The `first` stage embeds tokens, and the `last` one computes the loss;
-    they may have no layers. With `copies` the embedding is copied for a tied head, because the
-    first stage is on this rank too and has the own one of the model.
+    they may have no layers. With `copies` the last stage copies the embedding, if it needs it,
+    because the first stage is on this rank too and has the own one of the model.
     """
 
     def __init__(
@@ -94,27 +95,31 @@ class GPTStage(GPTModel):
         # A copy, as `finalize_grads` ends the step of every stage.
         self.forward_numbers = copy.deepcopy(model.forward_numbers)
         self.first, self.last, self.layers = first, last, tuple(layers)
-        tied = model.head.tied
+        copied = model.reads_embedding_last
+        self.mtp = model.mtp if last else None
         # Before the head, as in the whole model: a tied weight has the name of its first module.
-        if first or (last and tied):
+        if first or (last and copied):
             self.embedding = model.embedding
         if first:
             self.position_embedding = model.position_embedding
             self.embedding_norm = model.embedding_norm
             self.dropout = model.dropout
+        elif self.mtp is not None:  # `embed` reads them; `pipeline` refuses other ends
+            self.position_embedding = self.embedding_norm = None
+            self.dropout = copy.copy(model.dropout)
         self.blocks = nn.ModuleList()
         for layer in self.layers:
             self.blocks.add_module(str(layer), model.blocks.get_submodule(str(layer)))
         if last:
             self.final_norm, self.head = model.final_norm, model.head
-            if tied and copies and not first:
+            if copied and copies and not first:
                 whole = self.embedding
                 self.embedding = copy.deepcopy(whole)
                 copy_role(whole.weight, self.embedding.weight)
                 self.head = copy.copy(self.head)
                 self.head._parameters = dict(self.head._parameters)
                 self.tie_weights()
-        if tied and first is not last:
+        if copied and first is not last:
             mark(self.embedding.weight, tied="embedding")
         for hook in amax_exchanges(model):  # histories shift as those of the model do
             self.register_forward_pre_hook(hook)
@@ -153,7 +158,12 @@ class GPTStage(GPTModel):
             x = block(x, context)
         if not self.last:
             return x
-        total: Tensor = self.head(self.final_norm(x), cut_sequence(batch.labels, self.cp), "sum")
+        x = self.final_norm(x)
+        total: Tensor = self.head(x, cut_sequence(batch.labels, self.cp), "sum")
+        if self.training and self.mtp is not None:
+            embed = partial(self.embed, positions=cut_sequence(positions, self.cp, dim=-1))
+            given = batch.tokens, batch.labels, *masks
+            total = total + self.mtp.loss(x, *given, context, embed, self.head)
         return total * batch.factor
 
     def activation_shape(self, batch: Microbatch) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def pipeline(
 
     Args:
         model: the whole model, built for this mesh, with the same seed on every pipeline rank.
-        mesh: has an axis `pp`. A model with tied embeddings needs a ParallelMesh.
+        mesh: has an axis `pp`. A model with tied embeddings, or with `mtp`, needs a ParallelMesh.
         schedule: `gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`,
             `interleaved_zero_bubble`, `zbv_zero_bubble` or `dualpipev`.
         num_microbatches: the number of pieces that a batch is cut into; they may differ in size.
@@ -102,8 +102,8 @@ def pipeline(
         if any(parameter.is_meta for parameter in stage.parameters()):
             stage.to_empty(device=device)
             stage.init_weights()
-    if model.head.tied and not kind.v_shape:  # in a V shape one rank has both ends
-        _spread_tied(modules, mesh)
+    if model.reads_embedding_last and not kind.v_shape:  # in a V shape one rank has both ends
+        _spread_embedding(modules, mesh)
     wrapped = [module if wrap is None else wrap(module) for module in modules]
     for module in wrapped:
         if isinstance(module, OncePerStep) and not each_microbatch:
@@ -193,18 +193,16 @@ def _check(
     axis: MeshAxis,
     wrap: Callable[[GPTStage], nn.Module] | None,
 ) -> None:
-    if model.config.mtp is not None:
-        raise ValueError(
-            f"mtp={model.config.mtp} in a pipeline: its layers need the embedding, which the last "
-            "stage does not have; set mtp=None in TransformerConfig, or train without pipeline()"
-        )
+    if axis.size > 1:
+        _check_ends(model)
     _check_additions(model)
     _check_axes(model, mesh)
     if not isinstance(mesh, ParallelMesh):
-        if model.head.tied and axis.size > 1:
+        if model.reads_embedding_last and axis.size > 1:
             raise ValueError(
-                "tied embeddings lie on two stages, and a DeviceMesh does not say which ranks "
-                "share them: build the mesh with lamina.mesh.ParallelLayout(pp=...), or untie them"
+                "tied embeddings, and those that mtp reads, lie on two stages, and a DeviceMesh "
+                "does not say which ranks share them: build the mesh with "
+                "lamina.mesh.ParallelLayout(pp=...), or untie them and leave mtp out"
             )
         if wrap is None:
             raise ValueError("bare stages need a ParallelMesh, which says who holds copies")
@@ -227,6 +225,7 @@ _PARTS = (
     "blocks",
     "final_norm",
     "head",
+    "mtp",
 )
 # Methods that a step of the whole model calls. Stages use those of GPTModel or their own.
 _CALLED = (
@@ -239,6 +238,17 @@ _CALLED = (
     "_check_positions",
     "tie_weights",
 )
+
+
+def _check_ends(model: GPTModel) -> None:
+    """Raise ValueError for what the last stage would need to embed later tokens, and lacks."""
+    own = {"positions='learned'": model.position_embedding, "embedding_norm": model.embedding_norm}
+    for name, module in own.items():
+        if model.mtp is not None and module is not None:
+            raise ValueError(
+                f"{name} beside mtp={model.config.mtp} in a pipeline: the last stage has no copy "
+                "of it; leave one out, or train without pipeline()"
+            )
 
 
 def _check_additions(model: GPTModel) -> None:
@@ -297,8 +307,8 @@ def _check_axes(model: GPTModel, mesh: ParallelMesh | DeviceMesh) -> None:
             )
 
 
-def _spread_tied(modules: Sequence[GPTStage], mesh: ParallelMesh | DeviceMesh) -> None:
-    """Copy the values of tied embeddings from the first stage to the last stage's copy."""
+def _spread_embedding(modules: Sequence[GPTStage], mesh: ParallelMesh | DeviceMesh) -> None:
+    """Copy the values of an embedding that both ends have from the first stage to the last's."""
     axis = mesh.embedding_axis if isinstance(mesh, ParallelMesh) else None
     for module in modules:
         if axis is not None and module.first is not module.last:

@@ -91,6 +91,8 @@ def model_shape(config: Config, vocab_size: int) -> Shape:
     changes: dict[str, Any] = {key: value for key in given if (value := getattr(config.model, key))}
     if number := changes.get("num_layers"):
         changes |= _repeated(number, shape.layer_pattern, shape.layers)
+    if depth := config.model.mtp_depth:
+        changes["mtp"] = models.MultiTokenPrediction(depth=depth)
     changes["dropout"] = config.model.dropout
     changes["attention_dropout"] = config.model.dropout if shape.attention_dropout else 0.0
     if config.train.precision == "fp8":

@@ -66,6 +66,7 @@ class ModelConfig:
     num_heads: OrZero = 0  # Query heads
     num_kv_heads: OrZero = 0  # Key and value heads
     sequence_length: Count = 256  # Length of a sample, in tokens
+    mtp_depth: OrZero = 0  # Tokens beyond the next one that are predicted in training
     dropout: Fraction = 0.0
     """Probability of dropping an activation while training, whatever the architecture's own is."""
 

@@ -41,7 +41,8 @@ class Precision:
         history: the number of passes in the history of delayed scaling; each microbatch of a step
             is a pass. Only with `amax="delayed"`.
         num_layers_at_start_in_bf16: blocks at the start that keep the model's own dtype.
-        num_layers_at_end_in_bf16: the same at the end, where blocks of `TransformerConfig.mtp` are last.
+        num_layers_at_end_in_bf16: the same at the end, where the blocks of
+            `TransformerConfig.mtp` are last.
         keep_transpose: `torch-fp8` only: keep the quantised, transposed weight from forward until
             backward, which need not quantise it again. This takes one byte per element.
         quantized_weights: Transformer Engine only: parameters are quantised themselves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tasks.bootstrap import LAYERS
 from tasks.matrix.record import Result, add_result
 from tasks.virtual_gpu import with_values
 from tasks.virtual_gpu.with_values import Computed, by_layer, page, parts, runs_of, sample
@@ -22,21 +23,24 @@ def part(tmp_path, monkeypatch) -> Computed:
 
 
 def test_layers_of_one_part_have_rows_of_their_own(part):
-    assert {name: len(results) for name, results in by_layer(part).items()} == {
-        "ddp-2": 1,
-        "fsdp-2": 1,
-    }
+    counted = {name: len(results) for name, results in by_layer(part).items()}
+    assert counted == {f"{layer}-2": layer in ("ddp", "fsdp") for layer in LAYERS}
     text = "\n".join(page([part]))
     assert "| ddp-2 | at-once | 0 | 1 | 0 | 0 |" in text
     assert "| fsdp-2 | at-once | 0 | 0 | 0 | 1 |" in text
+    assert "mesh-2" not in text
     assert "Not at their end: ranks-2 at-once." in text
 
 
 def test_a_cell_is_entered_once_its_part_has_come_to_its_end(part):
     assert runs_of([part]) == []
     part.whole.touch()
-    cells = {run.cell.layer: run.counts["failed"] for run in runs_of([part])}
-    assert cells == {"ddp": 0, "fsdp": 1}
+    cells = {run.cell.layer: run.counts for run in runs_of([part])}
+    assert cells["fsdp"]["failed"] == cells["ddp"]["passed"] == 1
+    # That a layer has no test of so many ranks is known then too.
+    assert [layer for layer in LAYERS if not any(cells[layer].values())] == [
+        layer for layer in LAYERS if layer not in ("ddp", "fsdp")
+    ]
 
 
 def test_a_sample_is_no_cell(part):

@@ -134,6 +134,8 @@ def page(chosen: Sequence[Computed]) -> Iterator[str]:
     unrun = []
     for part in chosen:
         for name, results in by_layer(part).items():
+            if not results:  # a layer without tests of so many ranks
+                continue
             counts = Counter(result.outcome for result in results)
             failures += [(part, each) for each in results if each.outcome == "failed"]
             figures = (counts[outcome] for outcome in ("passed", "skipped", "failed"))
@@ -189,13 +191,13 @@ def runs_of(chosen: Sequence[Computed]) -> list[Run]:
 
 
 def by_layer(part: Part) -> dict[str, list[Result]]:
-    """Return the results of a part, of cells under names such as `ddp-2`."""
+    """Return the results of a part, those of each layer under a name such as `ddp-2`."""
     if not part.words[0].endswith("/tests"):  # files, or a sample
         return {part.name: results_of(part)}
     of_layer: dict[str, list[Result]] = {layer: [] for layer in LAYERS}
     for result in results_of(part):
         of_layer[result.case.split("/")[1]].append(result)
-    return {f"{layer}-{part.words[-1]}": results for layer, results in of_layer.items() if results}
+    return {f"{layer}-{part.words[-1]}": results for layer, results in of_layer.items()}
 
 
 def results_of(part: Part) -> list[Result]:

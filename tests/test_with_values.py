@@ -12,6 +12,7 @@ from tasks.virtual_gpu.with_values import Computed, by_layer, page, parts, runs_
 @pytest.fixture
 def part(tmp_path, monkeypatch) -> Computed:
     monkeypatch.setattr(with_values, "RESULTS", tmp_path)
+    monkeypatch.setattr(with_values, "state", lambda: "0123456789ab")  # a copy may have no git
     (made,) = (each for each in parts(names=["ranks-2"]) if each.order == "at-once")
     made.results.parent.mkdir()
     for case, outcome in {

@@ -44,7 +44,8 @@ MARKED = {
 WITH_VALUES = ("checkpoint",)  # layers whose cells say little without
 GRACE = 20.0  # seconds in which an interrupted part may end by itself
 OK, FAILED, NO_TESTS = 0, 1, 5  # pytest's exit codes
-# Stacks are printed late, as Python may die of it where other threads run; what computes is slow.
+# A slow test's stacks are printed after ten minutes only: printing them while other threads run has
+# crashed Python, and tests whose kernels are interpreted take minutes.
 PLUGINS = ("-p", "lamina_testing.plugin", "-q", "--tb=short", "-o", "faulthandler_timeout=600")
 
 

@@ -255,3 +255,14 @@ def test_layers_of_multi_token_prediction_that_do_not_fit_are_refused(tmp_path):
         from_huggingface(tmp_path)
     with pytest.raises(ValueError, match="of type mixtral: of the types known here, deepseek_v3"):
         huggingface_config(replace(CONFIGS["mixtral"], mtp=MultiTokenPrediction()))
+
+
+def test_such_layers_of_another_type_are_refused_or_left_out(tmp_path):
+    model = perturbed(CONFIGS["mixtral"])
+    tensors = written_to(tmp_path, model, **{"model.layers.2.eh_proj.weight": torch.ones(32, 64)})
+    config = huggingface_config(model.config) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"of type mixtral.* give from_huggingface\(\) mtp=False"):
+        from_huggingface(tmp_path)
+    read = to_huggingface(from_huggingface(tmp_path, mtp=False))
+    assert read.keys() == tensors.keys() - {"model.layers.2.eh_proj.weight"}

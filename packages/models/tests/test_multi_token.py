@@ -171,6 +171,8 @@ def test_what_cannot_be_is_refused_by_name():
         LayerSpec(mtp=MultiTokenPrediction())
     with pytest.raises(ValueError, match=r"mtp=.* in a model of type qwen3: of the types"):
         to_huggingface(GPTModel(TWO))
+    with pytest.raises(ValueError, match="splice beside mtp"):
+        GPTModel(TWO)(*batch(0), splice=object())
     eye = VisionConfig(patch_size=4, hidden_size=16, num_layers=1, num_heads=2)
     with pytest.raises(ValueError, match="mtp of the language model is MultiTokenPrediction"):
         VisionLanguageModel(eye, TWO, image_token=3)

@@ -210,8 +210,9 @@ def _is_leaf(tensor: Tensor) -> bool:
     try:
         return tensor.is_leaf
     except RuntimeError:
-        # One of several views of a tensor that was written in place since, in the program or in
-        # what ran before: autograd refuses to say where it comes from. It comes from somewhere.
+        # Autograd refuses to name the operation that made a view, if the function gave several
+        # views and their base was written in place since. A view that has such an operation is no
+        # leaf. It may be another test's, of the same process.
         return False
 
 

@@ -248,6 +248,12 @@ def a_block_of_memory_can_be_shared():
     assert callable(of_collectives.shared_block)
 
 
+def a_group_is_found_by_its_name():
+    with init_distributed("gloo"):
+        group = torch.distributed.group.WORLD
+        assert of_collectives.group_named(group.group_name) is group
+
+
 def a_stream_can_be_held():
     """It takes a number of cycles; that it holds a stream is for `-s gpu`."""
     if not torch.cuda.is_available():
@@ -391,6 +397,7 @@ CHECKS = {
     fake_tensors_are_a_class: "FakeTensor",
     threads_carry_objects: "set_in_thread is_in_thread get_in_thread remove_from_thread",
     a_block_of_memory_can_be_shared: "shared_block",
+    a_group_is_found_by_its_name: "group_named",
     a_stream_can_be_held: "hold_stream",
     trees_are_walked: "tree_flatten tree_leaves tree_map_only tree_unflatten",
     operators_are_seen_below_autograd: "TorchDispatchMode",

@@ -271,24 +271,29 @@ def test_a_scattered_piece_does_not_keep_the_whole_alive():
 
 
 @pytest.mark.ranks(2)
-def test_under_torch_compile_each_region_is_one_graph_break():
-    group = dist.group.WORLD
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
+@pytest.mark.parametrize("reduction", ["ordered", "native"])
+def test_under_torch_compile_regions_are_operators_of_one_graph(reduction):
+    group, size = dist.group.WORLD, dist.get_world_size()
 
     def function(x):
-        x = copy_to(x * 2, group) + 1
+        x = copy_to(x * 2, group, reduction=reduction) + 1
         x = gather_from(scatter_to(x * 3, group) * 5, group).sin()
-        return reduce_from(x, group).cos()
+        x = reduce_scatter_to(x, group, 1, reduction=reduction).exp()
+        x = gather_from(x, group, 1, grad="reduce_scatter", reduction=reduction)
+        x = all_to_all_tokens(x, group, input_splits=[0, 4], output_splits=splits)
+        return reduce_from(x.sum(), group, reduction=reduction).cos()
 
-    plain, compiled = (torch.arange(4.0, requires_grad=True) for _ in range(2))
-    function(plain).sum().backward()
-    torch.compile(function, backend=backend)(compiled).sum().backward()
-    assert torch.equal(plain.grad, compiled.grad)
-    assert len(graphs) == 5  # four regions cut the function into five graphs
+    splits = [0, 0] if dist.get_rank() == 0 else [4, 4]
+    results, ledgers = [], []
+    for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+        x = torch.linspace(-1, 1, 4 * size, requires_grad=True)
+        with Ledger() as ledger:
+            value = call(x.view(4, size))
+            value.backward()
+        results.append([value.detach(), x.grad])
+        ledgers.append([(record.op, record.bytes) for record in ledger.records])
+    torch.testing.assert_close(*results)
+    assert ledgers[0] == ledgers[1]
 
 
 @pytest.mark.ranks(3)

@@ -14,21 +14,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_divisible
-from lamina.collectives.compat import one_graph_break
 from lamina.collectives.move.all_to_all import row_splits
-from lamina.collectives.move.shaped import (
-    dimension,
-    start_all_gather,
-    start_all_reduce,
-    start_all_to_all,
-    start_reduce_scatter,
-)
+from lamina.collectives.move.operators import exchanged, gathered, summed, summed_piece
+from lamina.collectives.move.shaped import dimension
 from lamina.collectives.reduction.reduce import ReductionName, reduction_class
-from lamina.collectives.transport.lanes import lane_of
-from lamina.mesh.engine import GroupRef, group_ref, live_group
+from lamina.collectives.transport.groups import size_of
+from lamina.mesh.engine import GroupRef
 
 
-@one_graph_break
 def copy_to(
     tensor: torch.Tensor, group: ProcessGroup | None, *, reduction: ReductionName = "ordered"
 ) -> torch.Tensor:
@@ -52,10 +45,9 @@ def copy_to(
         >>> hidden = copy_to(torch.ones(2, 8, requires_grad=True), None)
     """
     reduction_class(reduction)
-    return _over(tensor, group, _same, partial(_sum, ref=group_ref(group), reduction=reduction))
+    return _over(tensor, group, _same, partial(_sum, reduction=reduction))
 
 
-@one_graph_break
 def reduce_from(
     tensor: torch.Tensor, group: ProcessGroup | None, *, reduction: ReductionName = "ordered"
 ) -> torch.Tensor:
@@ -78,10 +70,9 @@ def reduce_from(
         >>> whole = reduce_from(torch.ones(2, 8), None)
     """
     reduction_class(reduction)
-    return _over(tensor, group, partial(_sum, ref=group_ref(group), reduction=reduction), _same)
+    return _over(tensor, group, partial(_sum, reduction=reduction), _same)
 
 
-@one_graph_break
 def scatter_to(tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0) -> torch.Tensor:
     """Keep this rank's piece of a replicated tensor; gradients are gathered.
 
@@ -102,11 +93,9 @@ def scatter_to(tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0) -
     """
     dim = dimension("scatter_to", tensor, dim)
     require_divisible("scatter_to", tensor, dim, group)
-    whole = partial(_gather, ref=group_ref(group), dim=dim)
-    return _over(tensor, group, partial(_keep_piece, ref=group_ref(group), dim=dim), whole)
+    return _over(tensor, group, partial(_keep_piece, dim=dim), partial(_gather, dim=dim))
 
 
-@one_graph_break
 def gather_from(
     tensor: torch.Tensor,
     group: ProcessGroup | None,
@@ -144,13 +133,12 @@ def gather_from(
         raise ValueError(f"gather_from: grad must be 'split' or 'reduce_scatter', not {grad!r}")
     reduction_class(reduction)
     dim = dimension("gather_from", tensor, dim)
-    dual: Function = partial(_keep_piece, ref=group_ref(group), dim=dim)
+    dual: Step = partial(_keep_piece, dim=dim)
     if grad == "reduce_scatter":
-        dual = partial(_sum_and_keep_piece, ref=group_ref(group), dim=dim, reduction=reduction)
-    return _over(tensor, group, partial(_gather, ref=group_ref(group), dim=dim), dual)
+        dual = partial(_sum_and_keep_piece, dim=dim, reduction=reduction)
+    return _over(tensor, group, partial(_gather, dim=dim), dual)
 
 
-@one_graph_break
 def reduce_scatter_to(
     tensor: torch.Tensor,
     group: ProcessGroup | None,
@@ -182,11 +170,10 @@ def reduce_scatter_to(
     reduction_class(reduction)
     dim = dimension("reduce_scatter_to", tensor, dim)
     require_divisible("reduce_scatter_to", tensor, dim, group)
-    summed = partial(_sum_and_keep_piece, ref=group_ref(group), dim=dim, reduction=reduction)
-    return _over(tensor, group, summed, partial(_gather, ref=group_ref(group), dim=dim))
+    total = partial(_sum_and_keep_piece, dim=dim, reduction=reduction)
+    return _over(tensor, group, total, partial(_gather, dim=dim))
 
 
-@one_graph_break
 def all_to_all_tokens(
     tensor: torch.Tensor,
     group: ProcessGroup | None,
@@ -213,16 +200,16 @@ def all_to_all_tokens(
     Examples:
         >>> tokens = all_to_all_tokens(torch.ones(4, 8), None)
     """
-    receives = row_splits("output_splits", output_splits, tensor, group, add_up=False)
+    alone = size_of(group) == 1
+    receives = row_splits("output_splits", output_splits, tensor, group, add_up=alone)
     sends = row_splits("input_splits", input_splits, tensor, group)
-    exchange = partial(_exchange_rows, ref=group_ref(group), receives=receives, sends=sends)
-    if lane_of(group).size == 1:
-        return exchange(tensor)
-    back = partial(_exchange_rows, ref=group_ref(group), receives=sends, sends=receives)
-    return _over(tensor, group, exchange, back)
+    exchange = partial(_exchange_rows, receives=receives, sends=sends)
+    return _over(tensor, group, exchange, partial(_exchange_rows, receives=sends, sends=receives))
 
 
 Function: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Step: TypeAlias = Callable[..., torch.Tensor]
+"""Takes the tensor, and the group as `ref`."""
 
 
 class DualFunction(torch.autograd.Function):
@@ -248,46 +235,44 @@ def _apply(tensor: torch.Tensor, function: Function, dual: Function) -> torch.Te
     return cast("torch.Tensor", DualFunction.apply(tensor, function, dual))  # type: ignore[no-untyped-call]
 
 
-def _over(
-    tensor: torch.Tensor, group: ProcessGroup | None, function: Function, dual: Function
-) -> torch.Tensor:
-    """Apply a function and its dual over a group; in a group of one there is nothing to do."""
-    return tensor if lane_of(group).size == 1 else _apply(tensor, function, dual)
+def _over(tensor: torch.Tensor, group: ProcessGroup | None, step: Step, dual: Step) -> torch.Tensor:
+    """Apply a step and its dual over a group; in a group of one there is nothing to do."""
+    if group is None or size_of(group) == 1:
+        return tensor
+    ref = GroupRef(group)
+    return _apply(tensor, partial(step, ref=ref), partial(dual, ref=ref))
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _same(tensor: torch.Tensor, ref: GroupRef) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def _sum(tensor: torch.Tensor, ref: GroupRef | None, reduction: ReductionName) -> torch.Tensor:
-    return start_all_reduce(tensor, live_group(ref), reduction=reduction, async_op=False).wait()
+def _sum(tensor: torch.Tensor, ref: GroupRef, reduction: ReductionName) -> torch.Tensor:
+    return summed(tensor, ref.group, reduction)
 
 
-def _keep_piece(tensor: torch.Tensor, ref: GroupRef | None, dim: int) -> torch.Tensor:
+def _keep_piece(tensor: torch.Tensor, ref: GroupRef, dim: int) -> torch.Tensor:
     # A copy, not a view: a view would keep the whole tensor alive for as long as the piece.
-    group = live_group(ref)
-    length = tensor.shape[dim] // lane_of(group).size
-    piece = tensor.narrow(dim, lane_of(group).rank * length, length)
+    group = ref.group
+    length = tensor.shape[dim] // group.size()
+    piece = tensor.narrow(dim, group.rank() * length, length)
     return piece.clone(memory_format=torch.contiguous_format)
 
 
-def _gather(tensor: torch.Tensor, ref: GroupRef | None, dim: int) -> torch.Tensor:
-    return start_all_gather(tensor, live_group(ref), dim=dim, async_op=False).wait()
+def _gather(tensor: torch.Tensor, ref: GroupRef, dim: int) -> torch.Tensor:
+    return gathered(tensor, ref.group, dim)
 
 
 def _sum_and_keep_piece(
-    tensor: torch.Tensor, ref: GroupRef | None, dim: int, reduction: ReductionName
+    tensor: torch.Tensor, ref: GroupRef, dim: int, reduction: ReductionName
 ) -> torch.Tensor:
-    group = live_group(ref)
-    return start_reduce_scatter(tensor, group, dim=dim, reduction=reduction, async_op=False).wait()
+    return summed_piece(tensor, ref.group, dim, reduction)
 
 
 def _exchange_rows(
-    tensor: torch.Tensor, ref: GroupRef | None, receives: list[int], sends: list[int]
+    tensor: torch.Tensor, ref: GroupRef, receives: list[int], sends: list[int]
 ) -> torch.Tensor:
-    return start_all_to_all(
-        tensor, live_group(ref), output_splits=receives, input_splits=sends, async_op=False
-    ).wait()
+    return exchanged(tensor, ref.group, receives, sends)
 
 
 REGION_STEPS: Mapping[Callable[..., torch.Tensor], str] = {

@@ -23,6 +23,7 @@ __all__ = [
     "DeviceEnd",
     "all_gather_single",
     "get_in_thread",
+    "group_named",
     "has_ended",
     "hold_stream",
     "is_in_thread",
@@ -91,6 +92,10 @@ hold_stream: Callable[[int], None] = torch.cuda._sleep
 
 profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 """Whether one of torch's profilers records now, on whichever thread. A call costs no Python."""
+
+
+group_named: Callable[[Any], ProcessGroup] = torch._C._distributed_c10d._resolve_process_group
+"""The group that torch knows by this `group_name`."""
 
 
 def _first(*names: str) -> Any:

@@ -3,8 +3,9 @@
 from lamina.collectives.autograd_regions import REGION_STEPS, DualFunction
 from lamina.collectives.call.collective import Pending, Span, current_stream, purpose
 from lamina.collectives.call.registration import RegisteredPool, registration_problem
-from lamina.collectives.compat import profiling
+from lamina.collectives.compat import group_named, profiling
 from lamina.collectives.move.all_gather import AllGather
+from lamina.collectives.move.operators import gathered, summed, summed_piece
 from lamina.collectives.move.rings import Message, receive_operation, ring, send_operation
 from lamina.collectives.move.shaped import (
     SpanGroups,
@@ -72,6 +73,8 @@ __all__ = [
     "current_stream",
     "cuts_as_gloo",
     "describe",
+    "gathered",
+    "group_named",
     "host_device",
     "kept_bytes",
     "open_window",
@@ -89,6 +92,8 @@ __all__ = [
     "start_all_reduce",
     "start_all_to_all",
     "start_reduce_scatter",
+    "summed",
+    "summed_piece",
     "use_messages",
     "window_bytes",
 ]

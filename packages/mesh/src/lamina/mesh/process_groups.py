@@ -40,18 +40,30 @@ PATIENCE = 8.0
 """Seconds: for a saver without progress, and for the groups after an error."""
 
 
-class GroupRef(ref[Group]):
+class GroupRef:
     """A group for those that outlive it. See Note [Nothing of ours holds a group].
 
-    A call gives the group, or None once it is destroyed.
+    References to one group are equal.
     """
 
-    __slots__ = ("_title",)
+    # A field, and no base class: torch.compile looks through a plain `ref`, and not through a kind
+    # of it.
+    __slots__ = ("_ref", "_title")
 
     def __init__(self, group: Group) -> None:
-        super().__init__(group)  # type: ignore[call-arg]  # as `ref.__new__` takes it
+        self._ref = ref(group)
         self._title = str(group.group_desc)
         hash(self)  # that of the group, which can be asked only while there is one
+
+    def __call__(self) -> Group | None:
+        """The group, or None once it is destroyed."""
+        return self._ref()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GroupRef) and self._ref == other._ref
+
+    def __hash__(self) -> int:
+        return hash(self._ref)
 
     @property
     def group(self) -> Group:

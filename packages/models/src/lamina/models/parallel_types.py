@@ -339,10 +339,8 @@ def _like(result: Tensor, *operands: Any) -> None:
 
 def _dual(result: Tensor, *, tensor: Tensor, function: Any, dual: Any) -> None:
     """A region's type follows from its two steps: one maps values, and the other gradients."""
-    steps = [REGION_STEPS[getattr(step, "func", step)].split() for step in (function, dual)]
-    group = next(
-        step.keywords["ref"].group for step in (function, dual) if hasattr(step, "keywords")
-    )
+    steps = [REGION_STEPS[step.func].split() for step in (function, dual)]
+    group = function.keywords["ref"].group
     whole = rules.einsum(f"{'_' * tensor.ndim}->{'_' * result.ndim}", tensor, linear_in=(0,))
     types = spmd.get_local_type(tensor)
     if not _within(types, group):

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from lamina.collectives.transport.groups import where
-from lamina.collectives.transport.lanes import lane_of
+from lamina.collectives.transport.groups import size_of, where
 from lamina.collectives.transport.transport import route_for
 
 _LENGTH = 256  # bytes of a call in words
@@ -70,7 +69,7 @@ def require_divisible(
     what: str, tensor: torch.Tensor, dim: int, group: ProcessGroup | None
 ) -> None:
     """Refuse, with a ValueError, a dimension that can't be cut into equal pieces."""
-    size = lane_of(group).size
+    size = size_of(group)
     if tensor.shape[dim] % size:
         raise ValueError(
             f"{what} {where(group)}: dimension {dim} of shape {tuple(tensor.shape)} has size "

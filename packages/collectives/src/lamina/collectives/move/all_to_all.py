@@ -14,7 +14,7 @@ from lamina.collectives.call.checks import (
     require_same_device,
 )
 from lamina.collectives.call.collective import Handle, issue, launch
-from lamina.collectives.transport.groups import served_by_gloo, where
+from lamina.collectives.transport.groups import served_by_gloo, size_of, where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import exchange_rows
 
@@ -110,7 +110,7 @@ def row_splits(
     ValueError: not one count >= 0 per rank, rows that do not divide equally, or (with `add_up`)
     counts that do not add up to the rows of `tensor`.
     """
-    size, rows = lane_of(group).size, tensor.shape[0]
+    size, rows = size_of(group), tensor.shape[0]
     if splits is None:
         require_divisible("all-to-all", tensor, 0, group)
         return [rows // size] * size

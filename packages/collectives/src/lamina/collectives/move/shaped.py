@@ -23,8 +23,7 @@ from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.move.all_to_all import all_to_all, row_splits
 from lamina.collectives.move.small import all_reduce_small
 from lamina.collectives.reduction.reduce import ReductionName, reduction_class
-from lamina.collectives.transport.groups import where
-from lamina.collectives.transport.lanes import lane_of
+from lamina.collectives.transport.groups import size_of, where
 from lamina.mesh.engine import group_ref, live_group
 
 
@@ -41,7 +40,7 @@ def start_all_gather(
     they are concatenated, becomes N*n. Of one rank the result is the tensor itself. IndexError: no
     such dimension.
     """
-    size, dim = lane_of(group).size, dimension("all-gather", tensor, dim)
+    size, dim = size_of(group), dimension("all-gather", tensor, dim)
     if size == 1:
         return Pending(None, lambda: tensor)
     source = tensor.detach().contiguous()
@@ -71,7 +70,7 @@ def start_reduce_scatter(
     ValueError: it is not divisible by N, the dtype cannot be summed, or an unknown reduction.
     """
     kind = reduction_class(reduction)
-    size, dim = lane_of(group).size, dimension("reduce-scatter", tensor, dim)
+    size, dim = size_of(group), dimension("reduce-scatter", tensor, dim)
     if size == 1:
         return Pending(None, lambda: tensor)
     require_divisible("reduce-scatter", tensor, dim, group)
@@ -102,7 +101,7 @@ def start_all_reduce(
     summed, `in_place` with strides, or an unknown reduction.
     """
     kind = reduction_class(reduction)
-    if lane_of(group).size == 1:
+    if size_of(group) == 1:
         return Pending(None, lambda: tensor)
     if in_place and not tensor.is_contiguous():
         raise ValueError(
@@ -138,7 +137,7 @@ def start_all_to_all(
             f"all-to-all {where(group)}: the tensor needs a dimension of rows, got a 0-d tensor"
         )
     sends = row_splits("input_splits", input_splits, tensor, group)
-    alone = lane_of(group).size == 1
+    alone = size_of(group) == 1
     receives = row_splits("output_splits", output_splits, tensor, group, add_up=alone)
     if alone:
         return Pending(None, lambda: tensor)
@@ -182,7 +181,7 @@ class SpanGroups:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return math.prod(lane_of(live_group(ref)).size for ref in self._refs)
+        return math.prod(size_of(live_group(ref)) for ref in self._refs)
 
     def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max", "min"]) -> torch.Tensor:
         """Reduce a small tensor in place, inner axis first; integers and float64 as such."""

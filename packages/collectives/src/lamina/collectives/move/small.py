@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_agreement, require_same_device, texts_of_all
 from lamina.collectives.call.collective import Handle, issue, launch
-from lamina.collectives.compat import one_graph_break
+from lamina.collectives.compat import group_named
 from lamina.collectives.move.all_gather import AllGather
 from lamina.collectives.reduction.summation import sum_rows
 from lamina.collectives.transport.groups import backend_name, where
@@ -202,20 +202,26 @@ def all_reduce_small(
     Raises:
         ValueError: an unknown op, or tensors on several devices.
     """
-    reduce = _reduce if group is None else _reduce_over_ranks
-    reduce(tensors, group, op)
+    if group is not None and torch.compiler.is_compiling():
+        for tensor, made in zip(
+            tensors, _reduced(list(tensors), group.group_name, op), strict=True
+        ):
+            tensor.copy_(made)
+    else:
+        SmallReduction(tensors, group, op).reduce(tensors)
 
 
-def _reduce(
-    tensors: Sequence[torch.Tensor],
-    group: ProcessGroup | None,
-    op: Literal["sum", "max", "min"],
-) -> None:
-    SmallReduction(tensors, group, op).reduce(tensors)
+# In a graph the numbers come as new tensors, as operators.py has it for other collectives.
+@torch.library.custom_op("lamina::all_reduce_small", mutates_args=())
+def _reduced(tensors: list[torch.Tensor], group: str, op: str) -> list[torch.Tensor]:
+    made = [tensor.clone() for tensor in tensors]
+    all_reduce_small(made, group_named(group), op)  # type: ignore[arg-type]
+    return made
 
 
-_reduce_over_ranks = one_graph_break(_reduce)
-"""torch.compile can follow what one rank does, and no messages."""
+@_reduced.register_fake
+def _(tensors: list[torch.Tensor], group: str, op: str) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
 
 
 def host_device(groups: Iterable[ProcessGroup | None], device: torch.device | str) -> torch.device:

@@ -15,6 +15,16 @@ def no_group(given: object) -> TypeError:
     )
 
 
+def size_of(group: ProcessGroup | None) -> int:
+    """Number of ranks; None is a group of one. TypeError: it is no process group."""
+    if group is None:
+        return 1
+    try:
+        return group.size()
+    except AttributeError:
+        raise no_group(group) from None
+
+
 def where(group: ProcessGroup | None) -> str:
     """Name this rank and its group for an error message."""
     if group is None:

@@ -5,7 +5,6 @@ These are `ring` (Liu et al., 2023), `all_gather` (Llama 3, 2024), and `ulysses`
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import cast
 
 import torch
@@ -17,69 +16,20 @@ from lamina.models.attention.kernels import (
     AttentionPattern,
     DrawnPattern,
     PerHeadPattern,
-    allowed_pairs,
     check_path,
     choose_pattern,
     document_runs,
     flex_compiles,
     over_positions,
-    refuse_dropout,
     repeat_heads,
 )
-from lamina.models.attention.pieced import Block, InPieces, Piece, attend_in_pieces
+from lamina.models.attention.pieced import Block, InPieces, Piece
+from lamina.models.attention.ring import Ring, positions_of
 from lamina.models.base.computing_device import computes_on
 from lamina.models.base.config import TransformerConfig
 from lamina.models.invariance.chain_attention import ChainAttention
 from lamina.models.invariance.random_keys import PairDraws
 from lamina.models.layers.zigzag import cut_sequence, in_order, out_of_order
-
-
-def positions_of(rank: int, size: int, sequence: int, device: torch.device) -> Tensor:
-    """Positions of a rank's tokens in the whole sequence: int64 `[sequence / size]`."""
-    chunks = torch.arange(sequence, device=device).chunk(2 * size)
-    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Keys and values are sent round a ring; pieces of attention are merged in float32.
-
-    `runs`, int64 `[batch, sequence]`, is each token's document, of the whole sequence.
-    """
-
-    axis: MeshAxis
-    window: int | None = None
-    runs: Tensor | None = None
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
-    ) -> Tensor:
-        """See `AttentionPattern`."""
-        refuse_dropout("Ring", dropout)
-        pieces = partial(self.pieces, tokens=query.shape[1], scale=scale, device=query.device)
-        return attend_in_pieces(query, key, value, pieces, self.axis.group)
-
-    def pieces(
-        self, source: int, tokens: int, scale: float, device: torch.device
-    ) -> tuple[Piece, ...]:
-        """The pairs of this rank's queries and another rank's keys that attend to each other."""
-        rank, half = self.axis.rank, tokens // 2
-        everything = slice(0, tokens)
-        if self.window is not None or self.runs is not None:
-            mask = self._mask(source, tokens * self.axis.size, device)
-            return (Piece(everything, everything, Block(scale, mask=mask)),) if mask.any() else ()
-        if source == rank:
-            return (Piece(everything, everything, Block(scale, causal=True)),)
-        if source < rank:
-            # The early chunk of that rank comes before both of ours, its late chunk after both.
-            return (Piece(everything, slice(0, half), Block(scale)),)
-        return (Piece(slice(half, tokens), everything, Block(scale)),)
-
-    def _mask(self, source: int, sequence: int, device: torch.device) -> Tensor:
-        mine = positions_of(self.axis.rank, self.axis.size, sequence, device)
-        theirs = positions_of(source, self.axis.size, sequence, device)
-        runs = () if self.runs is None else (self.runs[:, mine], self.runs[:, theirs])
-        return allowed_pairs(mine, theirs, self.window, *runs)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ from lamina.models.compat import (
 )
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+Pieces = Callable[[int], Sequence["Piece"]]
+"""What queries attend to of a rank's keys."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def _add_each(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         total += other
 
 
-def _to_one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+def to_one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Append zeros, as kernels need heads of one width, which is a multiple of 8 on a GPU.
 
     The zeros change neither scores nor values.
@@ -225,7 +227,7 @@ def attend_in_pieces(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pieces: Callable[[int], Sequence[Piece]],
+    pieces: Pieces,
     group: ProcessGroup | None = None,
 ) -> Tensor:
     """Attend to this rank's keys and values, or over a group to those of all ranks in turn.
@@ -234,12 +236,12 @@ def attend_in_pieces(
     as the result, another width. `pieces` gives what the queries attend to of the keys of a rank.
     Without a group all keys are here.
     """
-    padded = _to_one_width(query, key, value)
+    padded = to_one_width(query, key, value)
     return applied(_PiecedAttention, *padded, pieces, group)[..., : value.shape[-1]]
 
 
 class _PiecedAttention(torch.autograd.Function):
-    """Tensors are `[batch, tokens, heads, width]`, as they travel; kernels see heads first."""
+    """Tensors are `[batch, tokens, heads, width]`."""
 
     @staticmethod
     def forward(
@@ -247,18 +249,10 @@ class _PiecedAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        pieces: Callable[[int], Sequence[Piece]],
+        pieces: Pieces,
         group: ProcessGroup | None,
     ) -> Tensor:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        q = query.transpose(1, 2)
-        total = torch.zeros_like(query, dtype=wide)
-        out = total.transpose(1, 2)
-        logs = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        for source, (k, v) in ring((key, value), group):
-            for piece in pieces(source):
-                piece.add_values(out, logs, (q, k, v))
-        mixed = total.to(query.dtype)
+        mixed, logs = values_in_pieces(query, key, value, pieces, group)
         ctx.save_for_backward(query, key, value, mixed, logs)
         ctx.pieces, ctx.ref = pieces, group_ref(group)
         return mixed
@@ -266,21 +260,50 @@ class _PiecedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mixed, logs = ctx.saved_tensors
-        q, out, g = (x.transpose(1, 2) for x in (query, mixed, grad))
-        grad_query = torch.zeros_like(query, dtype=logs.dtype)
-        travelling: Any = None
-        sums: list[Tensor] = []
+        *inputs, mixed, logs = ctx.saved_tensors
         group = live_group(ctx.ref)
-        for source, (k, v) in ring((key, value), group):
-            sums = [torch.zeros_like(x, dtype=logs.dtype) for x in (k, v)]
-            for piece in ctx.pieces(source):
-                piece.add_gradients(grad_query, sums, (q, k, v), (g, out, logs))
-            if group is not None:
-                # A block's gradients follow it one step behind, and end on its own rank (0606).
-                if travelling is not None:
-                    _add_each(sums, travelling.wait())
-                travelling = send_recv(sums, group)
-        home = sums if travelling is None else travelling.wait()
-        grads = zip((grad_query, *home), (query, key, value), strict=True)
-        return *(wide.to(x.dtype) for wide, x in grads), None, None
+        return *gradients_in_pieces(grad, inputs, mixed, logs, ctx.pieces, group), None, None
+
+
+# Tensors are laid out as they travel, tokens before heads; kernels see heads first.
+def values_in_pieces(
+    query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Mixed values like `query`, and logs of sums `[batch, heads, queries]`, float32 or wider."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q = query.transpose(1, 2)
+    total = torch.zeros_like(query, dtype=wide)
+    out = total.transpose(1, 2)
+    logs = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    for source, (k, v) in ring((key, value), group):
+        for piece in pieces(source):
+            piece.add_values(out, logs, (q, k, v))
+    return total.to(query.dtype), logs
+
+
+def gradients_in_pieces(
+    grad: Tensor,
+    inputs: Sequence[Tensor],
+    mixed: Tensor,
+    logs: Tensor,
+    pieces: Pieces,
+    group: ProcessGroup | None,
+) -> Gradients:
+    """The gradients of the inputs (query, key, value), from what `values_in_pieces` returned."""
+    query, key, value = inputs
+    q, out, g = (x.transpose(1, 2) for x in (query, mixed, grad))
+    grad_query = torch.zeros_like(query, dtype=logs.dtype)
+    travelling: Any = None
+    sums: list[Tensor] = []
+    for source, (k, v) in ring((key, value), group):
+        sums = [torch.zeros_like(x, dtype=logs.dtype) for x in (k, v)]
+        for piece in pieces(source):
+            piece.add_gradients(grad_query, sums, (q, k, v), (g, out, logs))
+        if group is not None:
+            # A block's gradients follow it one step behind, and end on its own rank (0606).
+            if travelling is not None:
+                _add_each(sums, travelling.wait())
+            travelling = send_recv(sums, group)
+    home = sums if travelling is None else travelling.wait()
+    by_key, by_value = home
+    return grad_query.to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype)

@@ -21,7 +21,7 @@ from lamina.models.invariance.layer_products import InvariantProducts
 from lamina.models.invariance.products import cut_blocks
 from lamina.models.invariance.token_sums import TokenCut
 from lamina.models.invariance.vocabulary import VocabularyLoss
-from lamina.models.layers.linear import CutProduct, Multiply, for_cut_layers
+from lamina.models.layers.linear import CutProduct, for_cut_layers, multiply
 from lamina.models.layers.loss import (
     IGNORED,
     check_ids,
@@ -228,8 +228,9 @@ class OutputHead(_Table):
 
     def _fixed_logits(self, hidden: Tensor, products: InvariantProducts) -> Tensor:
         """Logits `[..., rows / size]` of all tokens."""
-        cut = CutProduct(self.axis, "output", products.tokens.sequence_parallel, "ordered")
-        return applied(Multiply, hidden, self.weight, None, cut, products, None)
+        ref = None if self.axis is None else self.axis.ref
+        cut = CutProduct(ref, "output", products.tokens.sequence_parallel, "ordered")
+        return multiply(hidden, self.weight, None, cut, products)
 
     def _fixed_loss(self, hidden: Tensor, labels: Tensor, products: InvariantProducts) -> Tensor:
         """The sum of the cross-entropies of labels `[tokens]`."""

@@ -10,9 +10,9 @@ holds a contiguous run of the batch's tokens in row-major order, so gathers need
 (decision 0602).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,22 +23,28 @@ from torch.distributed import ProcessGroup
 from lamina.collectives import copy_to, gather_from
 from lamina.collectives.engine import (
     Pending,
+    gathered,
+    group_named,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
+    summed,
+    summed_piece,
 )
 from lamina.mesh import mark
-from lamina.mesh.engine import MeshAxis
+from lamina.mesh.engine import GroupRef, MeshAxis, group_ref, live_group
 from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction, TransformerConfig
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
+from lamina.models.compat import one_graph_break
 from lamina.models.invariance.fixed_sums import FixedSums
 from lamina.models.invariance.layer_products import InvariantProducts
 from lamina.models.invariance.products import cut_blocks
 from lamina.models.invariance.token_sums import TokenCut, TokenSum, add_vector
 from lamina.models.layers.matmul_products import (
     PLAIN,
+    Gradients,
     Products,
     WeightGradientQueue,
     may_sink,
@@ -50,13 +56,13 @@ from lamina.models.precision.fp8_products import Cut, Float8Products
 
 @dataclass(frozen=True)
 class CutProduct:
-    """How the ranks of an axis share a product; an axis of None is one process.
+    """How the ranks of a group share a product; without one it is one process's.
 
     Each holds some rows of the weight (`side` is `output`) or some columns (`input`). With
     `sequence`, activations outside of the product are cut over tokens.
     """
 
-    axis: MeshAxis | None
+    ref: GroupRef | None
     side: Cut
     sequence: bool
     reduction: Reduction
@@ -64,14 +70,24 @@ class CutProduct:
     @property
     def group(self) -> ProcessGroup | None:
         """The ranks; None is one process."""
-        return None if self.axis is None else self.axis.group
+        return live_group(self.ref)
 
     def gathered(self, x: Tensor) -> Tensor:
         """All tokens of activations that may be cut over tokens."""
-        return start_all_gather(x, self.group, async_op=False).wait() if self.sequence else x
+        return gathered(x, self.group, 0) if self.sequence and self.group is not None else x
+
+    def summed(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks, scattered over tokens if activations are cut over them."""
+        if self.group is None:
+            return partial
+        if torch.compiler.is_compiling():
+            if self.sequence:
+                return summed_piece(partial, self.group, 0, self.reduction)
+            return summed(partial, self.group, self.reduction)
+        return self.start_sum(partial, async_op=False).wait()
 
     def start_sum(self, partial: Tensor, *, async_op: bool = True) -> Pending[Tensor]:
-        """Sum over the ranks, and scatter over tokens if activations are cut over them."""
+        """`summed`, beside what the caller does until it waits; takes the memory of `partial`."""
         how: Any = {"reduction": self.reduction, "async_op": async_op}
         if self.sequence:
             return start_reduce_scatter(partial, self.group, **how)
@@ -106,8 +122,8 @@ class Multiply(torch.autograd.Function):
         ctx.parameter = weight if weight.is_leaf else None
         ctx.bias = bias if bias is not None and bias.is_leaf else None
         ctx.save_for_backward(x, weight, *kept)
-        if cut.side == "input" and cut.group is not None:
-            y = cut.start_sum(y, async_op=False).wait()
+        if cut.side == "input":
+            y = cut.summed(y)
         return y.to(x.dtype)
 
     @staticmethod
@@ -115,36 +131,117 @@ class Multiply(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of input, weight and bias, those of them that are wanted."""
         x, weight, *kept = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        cut, by_rows = ctx.cut, ctx.cut.side == "output"
-        grad = grad if by_rows else cut.gathered(grad)
+        cut, wanted = ctx.cut, ctx.needs_input_grad[:3]
+        grad = grad if cut.side == "output" else cut.gathered(grad)
         products = ctx.products.gradients(grad, kept)
-        arriving = departing = grad_x = grad_weight = None
-        if by_rows and cut.sequence and for_weight:
-            # The input is gathered again instead of saved. The product with the weight hides this.
-            arriving = start_all_gather(x, cut.group)
-        if for_x:
-            grad_x = products.by_input(weight)
-            if by_rows and cut.group is not None:
-                departing = cut.start_sum(grad_x)
-        if for_weight:
-            whole = x if arriving is None else arriving.wait()
+
+        def by_weight(whole: Tensor) -> Tensor | None:
             later = None if ctx.parameter is None else ctx.queue
-            if later is None or not later.put(ctx.parameter, products, whole):
-                grad_weight = weight_gradient(products, ctx.parameter, whole)
-        grad_bias = products.by_bias(ctx.bias) if for_bias else None
-        if departing is not None:
-            grad_x = departing.wait()
-        grad_x = None if grad_x is None else grad_x.to(x.dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None
+            if later is not None and later.put(ctx.parameter, products, whole):
+                return None
+            return weight_gradient(products, ctx.parameter, whole)
+
+        communicates = cut.side == "output" and cut.group is not None
+        if communicates and torch.compiler.is_compiling():
+            made = _gradients_in_graph(grad, x, weight, cut, wanted)
+        else:
+            made = input_and_weight(products, x, weight, cut, wanted, by_weight)
+        grad_bias = products.by_bias(ctx.bias) if wanted[2] else None
+        return *made, grad_bias, None, None, None
+
+
+def input_and_weight(
+    products: Gradients,
+    x: Tensor,
+    weight: Tensor,
+    cut: CutProduct,
+    wanted: Sequence[bool],
+    by_weight: Callable[[Tensor], Tensor | None],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of input and weight, those that are wanted, of which `by_weight` makes one."""
+    for_x, for_weight, by_rows = wanted[0], wanted[1], cut.side == "output"
+    arriving = departing = grad_x = grad_weight = None
+    if by_rows and cut.sequence and for_weight:
+        # The input is gathered again instead of saved. The product with the weight hides this.
+        arriving = start_all_gather(x, cut.group)
+    if for_x:
+        grad_x = products.by_input(weight)
+        if by_rows and cut.group is not None:
+            departing = cut.start_sum(grad_x)
+    if for_weight:
+        grad_weight = by_weight(x if arriving is None else arriving.wait())
+    if departing is not None:
+        grad_x = departing.wait()
+    return None if grad_x is None else grad_x.to(x.dtype), grad_weight
+
+
+# Note [Overlap in a compiled graph]
+# In a graph collectives run one by one with what is around them. The two products of this backward
+# are what hides its messages, so the graph has one operator for all of it, which runs the same code
+# as without a compiler.
+@torch.library.custom_op("lamina::input_and_weight", mutates_args=())
+def _input_and_weight(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    group: str,
+    sequence: bool,
+    reduction: str,
+    for_x: bool,
+    for_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    ref = group_ref(group_named(group))
+    cut = CutProduct(ref, "output", sequence, reduction)  # type: ignore[arg-type]
+    products, wanted = PLAIN.gradients(grad, ()), (for_x, for_weight)
+    made = input_and_weight(products, x, weight, cut, wanted, products.by_weight)
+    # An operator returns tensors, also in the place of what nobody wants.
+    grad_x, grad_weight = (
+        grad.new_empty(0) if each is None else each.contiguous() for each in made
+    )
+    return grad_x, grad_weight
+
+
+@_input_and_weight.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, group: str, sequence: bool, reduction: str,
+    for_x: bool, for_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return (
+        x.new_empty(x.shape if for_x else (0,)),
+        grad.new_empty(weight.shape if for_weight else (0,)),
+    )
+
+
+def _gradients_in_graph(
+    grad: Tensor, x: Tensor, weight: Tensor, cut: CutProduct, wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """`input_and_weight` of plain products, as one operator of a graph."""
+    group, how = cast(ProcessGroup, cut.group), (cut.sequence, cut.reduction)
+    made = _input_and_weight(grad, x, weight, group.group_name, *how, wanted[0], wanted[1])
+    return made[0] if wanted[0] else None, made[1] if wanted[1] else None
+
+
+_uncompiled = one_graph_break(applied)
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cut: CutProduct,
+    products: Products,
+    queue: WeightGradientQueue | None = None,
+) -> Tensor:
+    """`Multiply`, which breaks a compiler's graph where no graph can hold it."""
+    # Maxima of FP8 are agreed on beside the products, and a queue is filled while backward runs.
+    plain = products is PLAIN and queue is None
+    call = applied if plain or cut.ref is None else _uncompiled
+    return call(Multiply, x, weight, bias, cut, products, queue)
 
 
 def fixed_linear(x: Tensor, weight: Tensor, products: InvariantProducts) -> Tensor:
     """`x @ weight.T` of `[tokens, in]` with a whole weight, in the order of the model."""
-    return applied(
-        Multiply, x, weight, None, CutProduct(None, "output", False, "ordered"),
-        products.of(x), None,
-    )  # fmt: skip
+    return multiply(x, weight, None, CutProduct(None, "output", False, "ordered"), products.of(x))
 
 
 class _Projection(FixedSums, nn.Module):
@@ -212,8 +309,9 @@ class _Projection(FixedSums, nn.Module):
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         # Ranks that hold columns add the bias to the sum of their products.
         first, last = (bias, None) if self.side == "output" else (None, bias)
-        cut = CutProduct(self.axis, self.side, self.sequence_parallel, self.reduction)
-        y = applied(Multiply, x, weight, first, cut, products, self.weight_queue)
+        ref = None if self.axis is None else self.axis.ref
+        cut = CutProduct(ref, self.side, self.sequence_parallel, self.reduction)
+        y = multiply(x, weight, first, cut, products, self.weight_queue)
         if last is None:
             return y
         if self.fixed is None:

@@ -1,0 +1,141 @@
+"""Compiled models over tensor and context parallelism: one graph, and one order of collectives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.debugging import aot_eager
+
+from lamina.collectives import Ledger
+from lamina.mesh import ParallelLayout
+from lamina.models import (
+    GPTModel,
+    LatentAttention,
+    TransformerBlock,
+    TransformerConfig,
+    apply_recompute,
+)
+from lamina_testing import device_type
+
+LLAMA = TransformerConfig(
+    vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48,
+    max_sequence_length=32, vocab_multiple=4, loss_chunk=10,
+)  # fmt: skip
+WHOLE_HEADS = replace(LLAMA, num_kv_heads=None)
+CONFIGS = {
+    "llama": LLAMA,
+    "gpt": replace(WHOLE_HEADS, positions="learned", norm="layernorm", activation="gelu",
+                   attention_bias=True, mlp_bias=True, tie_embeddings=True),
+    "window": replace(LLAMA, sliding_window=5),
+    "parallel MLP": replace(LLAMA, parallel_mlp="one_norm"),
+    "norms over whole projections": replace(LLAMA, qk_norm="whole"),
+    "latent": replace(WHOLE_HEADS, mla=LatentAttention(
+        kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
+    )),
+}  # fmt: skip
+
+
+MODES = [
+    ("llama", "tp", {}, "none"),
+    ("llama", "tp", {"sequence_parallel": True}, "full"),
+    ("latent", "tp", {"sequence_parallel": True}, "selective"),
+    ("gpt", "tp", {"sequence_parallel": True}, "none"),
+    ("parallel MLP", "tp", {"sequence_parallel": True}, "none"),
+    ("norms over whole projections", "tp", {}, "full"),
+    ("llama", "cp", {"context_parallel": "ring"}, "full"),
+    ("window", "cp", {"context_parallel": "ring"}, "none"),
+    ("llama", "cp", {"context_parallel": "all_gather"}, "none"),
+    ("llama", "cp", {"context_parallel": "ulysses"}, "none"),
+    ("latent", "cp", {"context_parallel": "ulysses"}, "selective"),
+]
+QUICK = (1, 2, 6)
+
+
+def modes(quick: bool):
+    """Those of the default tier, or the others, which are slow."""
+    return [mode for number, mode in enumerate(MODES) if (number in QUICK) == quick]
+
+
+def built(name, axis, settings, recompute) -> GPTModel:
+    mesh = ParallelLayout(**{axis: dist.get_world_size()}).build(device_type())
+    torch.manual_seed(0)
+    with torch.device(device_type()):
+        model = GPTModel(replace(CONFIGS[name], **settings), mesh)
+    return apply_recompute(model, recompute)
+
+
+def trained(model, parameters) -> list[torch.Tensor]:
+    """The gradients of a step, and the parameters after three."""
+    torch.manual_seed(1)
+    ids = torch.randint(0, 61, (2, 16), device=device_type())
+    optimizer, first = torch.optim.SGD(parameters, lr=0.1), []
+    for step in range(3):
+        model(tokens=ids, labels=ids.roll(-1, 1)).backward()
+        first += [each.grad.clone() for each in parameters if step == 0]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*first, *(each.detach() for each in parameters)]
+
+
+def compare(name, axis, settings, recompute, **how) -> None:
+    """A compiled model has the gradients and parameters of the same model without a compiler."""
+    plain, model = (built(name, axis, settings, recompute) for _ in range(2))
+    expected = trained(plain, list(plain.parameters()))
+    compiled = trained(torch.compile(model, fullgraph=True, **how), list(model.parameters()))
+    torch.testing.assert_close(compiled, expected)
+
+
+def compiles_into_one_graph(mode) -> None:
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compare(*mode, backend=backend)
+    assert len(graphs) == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", modes(quick=True), ids=str)
+def test_a_model_compiles_into_one_graph_over_ranks(mode):
+    compiles_into_one_graph(mode)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", modes(quick=False), ids=str)
+def test_models_of_other_kinds_compile_into_one_graph_over_ranks(mode):
+    compiles_into_one_graph(mode)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_ranks_communicate_in_one_order_whatever_the_compiler_exchanges(mode):
+    # The order is Inductor's. Ranks whose orders differ would wait for each other for ever.
+    with Ledger() as ledger:
+        compare(*mode)
+    mine = [(record.op, record.bytes) for record in ledger.records]
+    theirs = [None] * dist.get_world_size()
+    dist.all_gather_object(theirs, mine)
+    assert all(each == mine for each in theirs)
+
+
+@pytest.mark.ranks(2)
+def test_blocks_compile_once_for_all_of_them_and_share_the_graph():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    model = built("llama", "tp", {"sequence_parallel": True}, "full")
+    for block in model.modules():
+        if isinstance(block, TransformerBlock):
+            block.compile(backend=backend)
+    trained(model, list(model.parameters()))
+    assert len(graphs) == 1

@@ -164,7 +164,7 @@ BUGS = [
     Bug(
         "entering a column-parallel layer does not sum gradients",
         "collectives/autograd_regions.py",
-        "group, _same, partial(_sum, ref=group_ref(group), reduction=reduction))",
+        "group, _same, partial(_sum, reduction=reduction))",
         "group, _same, _same)",
         "collectives/tests/test_autograd_regions.py::test_copy_to_keeps_values_and_sums_gradients",
     ),
@@ -273,9 +273,9 @@ FINDINGS = [
         "6 (queries, keys and values of cross-attention are gathered over another tp group): the "
         "input of every layer that is cut by its output",
         "models/layers/linear.py",
-        "return None if self.axis is None else self.axis.group",
-        "return None if self.axis is None else self.axis.group if self.side == 'input' else "
-        f"{OTHER.format('self.axis.group')}",
+        "return live_group(self.ref)",
+        "return live_group(self.ref) if self.side == 'input' or self.ref is None else "
+        f"{OTHER.format('live_group(self.ref)')}",
         EXPERTS,
         typed="experts-8",
     ),

@@ -44,7 +44,7 @@ def test_holders_let_go_before_the_groups_end(ranks):
     assert ref.group is live_group(group_ref(ref.group)) is dist.group.WORLD
     dist.destroy_process_group()
     assert seen == [[0]]
-    assert ref() is None
+    assert ref.weak() is None
     with pytest.raises(RuntimeError, match=r"group 'default_pg' is destroyed"):
         live_group(ref)
     assert live_group(group_ref(None)) is None

@@ -43,32 +43,28 @@ PATIENCE = 8.0
 class GroupRef:
     """A group for those that outlive it. See Note [Nothing of ours holds a group].
 
-    References to one group are equal.
+    References to one group are equal. `weak()` is the group, or None once it is destroyed.
     """
 
     # A field, and no base class: torch.compile looks through a plain `ref`, and not through a kind
     # of it.
-    __slots__ = ("_ref", "_title")
+    __slots__ = ("_title", "weak")
 
     def __init__(self, group: Group) -> None:
-        self._ref = ref(group)
+        self.weak = ref(group)
         self._title = str(group.group_desc)
         hash(self)  # that of the group, which can be asked only while there is one
 
-    def __call__(self) -> Group | None:
-        """The group, or None once it is destroyed."""
-        return self._ref()
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, GroupRef) and self._ref == other._ref
+        return isinstance(other, GroupRef) and self.weak == other.weak
 
     def __hash__(self) -> int:
-        return hash(self._ref)
+        return hash(self.weak)
 
     @property
     def group(self) -> Group:
         """The group; RuntimeError if it is destroyed."""
-        if (group := self()) is None:
+        if (group := self.weak()) is None:
             raise RuntimeError(
                 f"process group '{self._title}' is destroyed: destroy_process_group() has been "
                 "called. Start the job anew, and make what communicates (mesh, wrapper, optimizer) "
@@ -84,7 +80,7 @@ def group_ref(group: Group | None) -> GroupRef | None:
 
 def live_group(ref: GroupRef | None) -> Group | None:
     """The group that `group_ref` was given; RuntimeError if it is destroyed."""
-    return None if ref is None else ref() or ref.group  # which says so
+    return None if ref is None else ref.weak() or ref.group  # which says so
 
 
 def default_store() -> c10d.Store:

@@ -82,7 +82,7 @@ class Runtime:
     def _close(self, error: BaseException | None) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-        ours = None if self._default_group is None else self._default_group()
+        ours = None if self._default_group is None else self._default_group.weak()
         still_there = dist.is_initialized() and dist.group.WORLD is ours
         if self.owns_group and still_there:
             world = current_world()

@@ -213,7 +213,7 @@ class DamagedMessageError(RuntimeError):
 
 def raise_for(error: RuntimeError, call: Call, lane: Lane) -> NoReturn:
     """Raise what a transport has raised, with the rank that is gone and why, if one is."""
-    group = None if lane.ref is None else lane.ref()
+    group = None if lane.ref is None else lane.ref.weak()
     if isinstance(error, DamagedMessageError):
         raise DamagedMessageError(f"{call.what()} {where(group)}: {error}") from error
     # The transport knows that a connection broke; the watchdog knows which process ended and why.

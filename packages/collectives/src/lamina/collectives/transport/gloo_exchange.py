@@ -72,7 +72,7 @@ class GlooExchange:
         own: tuple[int, torch.Tensor] | None = None,
     ) -> None:
         assert lane.ref is not None  # noqa: S101 - one rank alone exchanges nothing
-        self._lane, self._group, self._tag = lane, lane.ref() or lane.group, tag
+        self._lane, self._group, self._tag = lane, lane.ref.weak() or lane.group, tag
         self._sends, self._receives, self._dtype = sends, receives, dtype
         self._direct, self._unit, self._own = direct, unit, own
         self._posted = False

@@ -355,7 +355,7 @@ class Lane:
     def group(self) -> ProcessGroup:
         """The group; RuntimeError if it is destroyed."""
         assert self.ref is not None  # noqa: S101 - one rank alone exchanges nothing
-        return self.ref() or self.ref.group  # which says so
+        return self.ref.weak() or self.ref.group  # which says so
 
     def next_tag(self, count: int = 1) -> int:
         """Tag for the messages of one exchange, or the first of `count`; see Note [Tags ...]."""

@@ -14,6 +14,7 @@ from lamina.mesh import ParallelLayout
 from lamina.models import (
     GPTModel,
     LatentAttention,
+    Precision,
     TransformerBlock,
     TransformerConfig,
     apply_recompute,
@@ -25,6 +26,7 @@ LLAMA = TransformerConfig(
     max_sequence_length=32, vocab_multiple=4, loss_chunk=10,
 )  # fmt: skip
 WHOLE_HEADS = replace(LLAMA, num_kv_heads=None)
+FP8 = replace(LLAMA, ffn_size=64)  # its products need widths that 16 divides
 CONFIGS = {
     "llama": LLAMA,
     "gpt": replace(WHOLE_HEADS, positions="learned", norm="layernorm", activation="gelu",
@@ -35,6 +37,9 @@ CONFIGS = {
     "latent": replace(WHOLE_HEADS, mla=LatentAttention(
         kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
     )),
+    "fp8": replace(FP8, precision=Precision(backend="torch-fp8")),
+    "fp8 kept": replace(FP8, precision=Precision(backend="torch-fp8", keep_transpose=True)),
+    "fp8 by rows": replace(FP8, precision=Precision(backend="torch-fp8", scaling="rowwise")),
 }  # fmt: skip
 
 
@@ -50,6 +55,9 @@ MODES = [
     ("llama", "cp", {"context_parallel": "all_gather"}, "none"),
     ("llama", "cp", {"context_parallel": "ulysses"}, "none"),
     ("latent", "cp", {"context_parallel": "ulysses"}, "selective"),
+    ("fp8", "tp", {"sequence_parallel": True}, "none"),
+    ("fp8 kept", "tp", {}, "selective"),
+    ("fp8 by rows", "tp", {"sequence_parallel": True}, "full"),
 ]
 QUICK = (1, 6)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class InvariantProducts:
     inner: tuple[Block, ...]
     outer: tuple[Block, ...]
     partial: bool = False
+    in_graph: ClassVar[bool] = False
 
     def of(self, x: Tensor) -> "InvariantProducts":
         """The products of one call with `[..., in]`, whose backward may come much later.

@@ -51,7 +51,7 @@ from lamina.models.layers.matmul_products import (
     under_autocast,
     weight_gradient,
 )
-from lamina.models.precision.fp8_products import Cut, Float8Products
+from lamina.models.precision.fp8_products import Cut, Float8Gradients, Float8Products
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Multiply(torch.autograd.Function):
 
         communicates = cut.side == "output" and cut.group is not None
         if communicates and torch.compiler.is_compiling():
-            made = _gradients_in_graph(grad, x, weight, cut, wanted)
+            made = _gradients_in_graph(products, grad, x, weight, cut, wanted)
         else:
             made = input_and_weight(products, x, weight, cut, wanted, by_weight)
         grad_bias = products.by_bias(ctx.bias) if wanted[2] else None
@@ -213,9 +213,19 @@ def _(
 
 
 def _gradients_in_graph(
-    grad: Tensor, x: Tensor, weight: Tensor, cut: CutProduct, wanted: Sequence[bool]
+    products: Gradients,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cut: CutProduct,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`input_and_weight` of plain products, as one operator of a graph."""
+    """`input_and_weight` in a graph: of plain products one operator, of others what they do."""
+    if isinstance(products, Float8Gradients):
+        # A compiler fuses the rounding to FP8 with what is before it. That saves more than messages
+        # beside the products, which would take the rounding out of the graph as well.
+        grad_x = cut.summed(products.by_input(weight)).to(x.dtype) if wanted[0] else None
+        return grad_x, products.by_weight(cut.gathered(x)) if wanted[1] else None
     group, how = cast(ProcessGroup, cut.group), (cut.sequence, cut.reduction)
     made = _input_and_weight(grad, x, weight, group.group_name, *how, wanted[0], wanted[1])
     return made[0] if wanted[0] else None, made[1] if wanted[1] else None
@@ -233,9 +243,9 @@ def multiply(
     queue: WeightGradientQueue | None = None,
 ) -> Tensor:
     """`Multiply`, which breaks a compiler's graph where no graph can hold it."""
-    # Maxima of FP8 are agreed on beside the products, and a queue is filled while backward runs.
-    plain = products is PLAIN and queue is None
-    call = applied if plain or cut.ref is None else _uncompiled
+    # A queue is filled while backward runs.
+    traced = products.in_graph and queue is None
+    call = applied if traced or cut.ref is None else _uncompiled
     return call(Multiply, x, weight, bias, cut, products, queue)
 
 

@@ -74,6 +74,10 @@ class LinearGradients(Gradients, Protocol):
 class Products(Protocol):
     """How a linear layer multiplies."""
 
+    @property
+    def in_graph(self) -> bool:
+        """Whether a compiler's graph can hold the products of a layer that is cut over ranks."""
+
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -108,6 +112,8 @@ class _PlainGradients:
 
 class _PlainProducts:
     """`Products` in the dtype of their operands; saves nothing for backward."""
+
+    in_graph = True
 
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None

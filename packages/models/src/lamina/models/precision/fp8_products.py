@@ -82,6 +82,11 @@ class Float8Products(nn.Module):
         """A copy has no current pass, as autograd's callbacks refer to the original."""
         return {**self.__dict__, "passing": None}
 
+    @property
+    def in_graph(self) -> bool:
+        """A history is not: ranks agree on it at a backward's end, which is no part of a graph."""
+        return self.amax_history is None
+
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -102,11 +107,11 @@ class Float8Products(nn.Module):
             kept += self.code_turned(weight) if self.rowwise else right.transposed()
         return y.view(*x.shape[:-1], -1), kept
 
-    def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> _Gradients:
+    def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> Float8Gradients:
         """See `lamina.models.layers.matmul_products.Products`."""
         if self.passing is not None:
             self.passing.ends_with_backward()
-        return _Gradients(self, grad, kept)
+        return Float8Gradients(self, grad, kept)
 
     def code(self, x: Tensor, amax: Tensor, dtype: torch.dtype = FORWARD) -> Coded:
         """Quantise by a maximum, which may be too small if it comes from a history."""
@@ -218,7 +223,7 @@ def replaying_scales(block: nn.Module, contexts: Contexts) -> Contexts:
     return keeping if layers else contexts
 
 
-class _Gradients:
+class Float8Gradients:
     """The products of a backward, as `lamina.models.layers.matmul_products.Gradients` says.
 
     With one scale per matrix both products use the same codes, transposed for one of them. With one

@@ -15,7 +15,7 @@ from lamina.ddp import (
 )
 from lamina.fsdp import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from lamina.mesh import OverlapError, ParallelLayout, mark
-from lamina_testing import device_type, live_bytes
+from lamina_testing import bytes_at_rest, device_type
 from lamina_testing.toys import Block
 
 Config = TorchFullyShardedDataParallelConfig
@@ -163,12 +163,12 @@ def assert_near(found, wanted):
 
 @pytest.mark.ranks(2)
 def test_its_memory_plan_is_what_it_holds_between_steps(ranks):
-    before = live_bytes()
+    before = bytes_at_rest()
     mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     model = TorchFullyShardedDataParallel(build(), Config(), mesh, [Block])
     plan = memory_plan(model)
     model(batch(0, ranks.rank)).square().mean().backward()
-    held = live_bytes() - before
+    held = bytes_at_rest() - before
     assert plan.main_grads == plan.weights
     assert plan.resident <= held <= plan.resident + 1024, str(plan)
     assert plan.peak > plan.resident

@@ -1,6 +1,5 @@
 """What a step costs, as formulas: overlap by structure, bytes on the wire, copies, memory."""
 
-import gc
 import time
 
 import pytest
@@ -12,7 +11,7 @@ from lamina.collectives import Ledger
 from lamina.collectives.engine import kept_bytes
 from lamina.ddp import memory_plan
 from lamina.fsdp import fully_shard
-from lamina_testing import Meter, delayed_collectives, device_type, live_bytes
+from lamina_testing import Meter, bytes_at_rest, delayed_collectives, device_type
 from lamina_testing.toys import Block
 
 WIDTH, DEPTH = 64, 3
@@ -176,12 +175,10 @@ def test_a_gradient_is_copied_once_and_a_weight_never(strategy, ranks):
 @pytest.mark.ranks(2, 4)
 @STRATEGIES
 def test_bytes_at_rest_are_what_the_plan_says(strategy, ranks):
-    gc.collect()
-    before = live_bytes() - kept_bytes()
+    before = bytes_at_rest() - kept_bytes()
     model, optimizer = build(strategy, ranks.world_size)
     step(model, optimizer)
-    gc.collect()
     plan = memory_plan(model)
     # What collectives keep is not the model's: buffers of sums, and windows of GPUs.
-    held, states = live_bytes() - kept_bytes() - before, plan.resident - plan.windows
-    assert abs(held - states) <= 4096, str(plan)
+    held, states = bytes_at_rest() - kept_bytes() - before, plan.resident - plan.windows
+    assert abs(held - states) <= 4096, f"{held - states} bytes more than planned:\n{plan}"

@@ -14,7 +14,7 @@ from lamina.collectives.engine import kept_bytes, release_kept
 from lamina.ddp import memory_plan
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina.fsdp.api.build import _of_two_units
-from lamina_testing import Meter, device_type, live_bytes, not_freed
+from lamina_testing import Meter, bytes_at_rest, device_type, live_bytes, not_freed
 from lamina_testing.simulated import simulated_world
 from lamina_testing.toys import Block
 
@@ -53,13 +53,6 @@ def sharded(world, width=WIDTH, **settings):
     return fully_shard(model, optimizer, fsdp_unit_modules=[Block], **settings)
 
 
-def settle():
-    """Let the device come to the end of its work, which keeps what it reads."""
-    if device_type() == "cuda":
-        torch.cuda.synchronize()
-    gc.collect()
-
-
 def step(model, optimizer, width=WIDTH):
     model(torch.randn(BATCH, width)).square().mean().backward()
     optimizer.step()
@@ -70,8 +63,7 @@ def step(model, optimizer, width=WIDTH):
 @pytest.mark.parametrize("slots", [False, True])
 def test_a_step_peaks_at_shards_two_slots_and_two_units_of_gradients(slots, ranks):
     extra = activations() + SLACK
-    gc.collect()
-    before = live_bytes() - kept_bytes()
+    before = bytes_at_rest() - kept_bytes()
     model, optimizer = sharded(ranks.world_size, fsdp_double_buffer=slots)
     for _ in range(2):
         step(model, optimizer)
@@ -126,14 +118,12 @@ def test_rest_peak_and_end_follow_from_placements_and_dtypes(kind, ranks):
     settings = settings()
     of_block, of_model = (sum(p.numel() for p in m.parameters()) for m in (Block(WIDTH), Deep()))
     autograd = activations() + SLACK + 4 * 3 * WIDTH * WIDTH  # the largest gradient as it is made
-    settle()
     release_kept()
-    before = live_bytes() - kept_bytes()
+    before = bytes_at_rest() - kept_bytes()
     model, optimizer = sharded(4, **settings)
     step(model, optimizer)
-    settle()
     plan = memory_plan(model)
-    held = live_bytes() - kept_bytes() - before
+    held = bytes_at_rest() - kept_bytes() - before
     states = plan.resident - plan.windows  # what collectives keep is left out
     assert states <= held <= states + 4096, str(plan)
     assert sum(rest) * of_model <= held <= sum(rest) * of_model * PADDING
@@ -150,9 +140,8 @@ def test_rest_peak_and_end_follow_from_placements_and_dtypes(kind, ranks):
     groups = [weakref.ref(group) for group in model.parameter_groups()]
     del model, optimizer, plan
     assert not_freed(groups) == []
-    settle()
     release_kept()
-    assert live_bytes() - kept_bytes() - before <= SLACK  # 1 MiB would be the whole toy
+    assert bytes_at_rest() - kept_bytes() - before <= SLACK  # 1 MiB would be the whole toy
 
 
 @pytest.mark.ranks(2)
@@ -187,18 +176,16 @@ def test_gathers_bring_main_weights_rounded_once_and_no_rank_keeps_them_so(slots
 def test_a_deleted_model_leaves_nothing(ranks):
     """Transports keep a little for the next model's calls until they are told."""
     width = 256  # blocks of 1.5 MiB
-    gc.collect()
-    before = live_bytes() - kept_bytes()
+    before = bytes_at_rest() - kept_bytes()
     model, optimizer = sharded(2, width)
     for _ in range(2):
         step(model, optimizer, width)
     assert live_bytes() - before > 4 << 20
     del model, optimizer
-    gc.collect()
-    assert live_bytes() - kept_bytes() - before <= 1 << 20
+    assert bytes_at_rest() - kept_bytes() - before <= 1 << 20
     release_kept()
     assert kept_bytes() == 0 or device_type() == "cuda"  # windows stay
-    assert live_bytes() - kept_bytes() - before <= 1 << 20
+    assert bytes_at_rest() - kept_bytes() - before <= 1 << 20
 
 
 @pytest.mark.ranks(2)

@@ -14,13 +14,14 @@ from lamina_testing.ranks import Ranks, device_type
 if TYPE_CHECKING:
     from lamina_testing import oracles
     from lamina_testing.delays import delayed_collectives
-    from lamina_testing.meter import Meter, live_bytes, live_storages, not_freed
+    from lamina_testing.meter import Meter, bytes_at_rest, live_bytes, live_storages, not_freed
     from lamina_testing.oracles import bit_oracle, whole_batch_oracle
 
 __all__ = [
     "Meter",
     "Ranks",
     "bit_oracle",
+    "bytes_at_rest",
     "delayed_collectives",
     "device_type",
     "live_bytes",
@@ -32,6 +33,7 @@ __all__ = [
 
 _HOME = {
     "Meter": "meter",
+    "bytes_at_rest": "meter",
     "live_bytes": "meter",
     "live_storages": "meter",
     "not_freed": "meter",

@@ -175,6 +175,24 @@ def live_bytes() -> int:
     return sum(live_storages().values())
 
 
+def bytes_at_rest(seconds: float = 0.3) -> int:
+    """Return `live_bytes` once threads have let go of what they no longer need.
+
+    On a GPU they do so late: autograd's a moment after `backward()` has returned, and NCCL's, which
+    looks ten times a second, after a collective has ended on the device. So there this waits until
+    the number has not changed for some `seconds`.
+    """
+    held = live_bytes()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        since = time.monotonic()
+        while time.monotonic() - since < seconds:
+            time.sleep(0.05)
+            if (now := live_bytes()) != held:
+                held, since = now, time.monotonic()
+    return held
+
+
 def not_freed(watched: Iterable[weakref.ref[Any]], seconds: float = 5.0) -> list[object]:
     """Return the objects that are alive still when no thread of autograd's can hold them.
 

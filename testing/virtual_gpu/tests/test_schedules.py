@@ -326,3 +326,32 @@ def test_work_that_fails_late_ends_the_streams_with_its_name(program):
         """
     assert "launch failure" in program(text, VGPU_COMPUTE="late")
     assert "out of bounds" in program(text, VGPU_COMPUTE="at-once")
+
+
+def test_a_forked_child_does_no_work_of_its_parent(program):
+    # Its parent's memory is shared with other ranks, so work that it did as well would be done
+    # twice there, and it would take the peers' messages from its parent.
+    text = """
+        import json, os, torch
+        x = torch.zeros(1000, device="cuda")
+        torch.cuda.synchronize()
+        x.add_(1)
+        event = torch.cuda.Event()
+        event.record()
+        reading, writing = os.pipe()
+        if (child := os.fork()) == 0:
+            asked = event.query()
+            try:
+                event.synchronize()
+                x.sum().item()
+            except RuntimeError as error:
+                os.write(writing, json.dumps([asked, "CUDA" in str(error)]).encode())
+            os._exit(0)
+        os.close(writing)
+        with open(reading) as said:
+            answers = json.load(said)
+        os.waitpid(child, 0)
+        print(json.dumps([*answers, x.sum().item()]))
+        """
+    for order in ("late", "adversarial"):
+        assert program(text, VGPU_COMPUTE=order, VGPU_SHARE=1) == [False, True, 1000.0]

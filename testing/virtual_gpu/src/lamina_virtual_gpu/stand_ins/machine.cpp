@@ -1,6 +1,7 @@
 // Settings, the clock, the record, and how Python reads it.
 #include "durations.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,14 +9,26 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 #include <set>
 
 #include "profiles.inc"  // written by build.py from profiles.py: `static const Profile kProfiles[]`
 
 namespace virtual_gpu {
 
+static bool forked = false;
+
+bool in_forked_child() { return forked; }
+
 std::recursive_mutex &state_lock() {
-  static auto *lock = new std::recursive_mutex;  // never destroyed: threads of torch outlive `main`
+  static auto *lock = [] {
+    // A child has the thread that forked alone. Had another one the lock, nobody would give it back there.
+    pthread_atfork([] { state_lock().lock(); }, [] { state_lock().unlock(); }, [] {
+      new (&state_lock()) std::recursive_mutex;
+      forked = true;
+    });
+    return new std::recursive_mutex;  // never destroyed: threads of torch outlive `main`
+  }();
   return *lock;
 }
 

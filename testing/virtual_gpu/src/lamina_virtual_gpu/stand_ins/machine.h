@@ -53,6 +53,8 @@ using Order = Settings::Order;
 
 // One lock for all state. It is recursive: stand-ins call each other.
 std::recursive_mutex &state_lock();
+// Whether this process was forked from one that uses the device. As with CUDA its streams are of no use here.
+bool in_forked_child();
 #define LOCKED std::lock_guard<std::recursive_mutex> locked_state(state_lock())
 
 // ---- the clock: the host's virtual time moves by fixed costs, by waits and, on request, with the real one

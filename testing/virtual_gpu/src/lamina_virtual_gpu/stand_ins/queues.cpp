@@ -161,6 +161,7 @@ static Stream *first_that(bool (*may)(const Stream *), const std::vector<Stream 
 
 // Runs all that may run, the oldest first. A stream that waits for a peer is left.
 static bool run_all(Locked &lock, bool (*may)(const Stream *)) {
+  if (in_forked_child()) return false;  // the work is the parent's: done here too, it would take the peers' messages from it
   std::vector<Stream *> stuck;
   bool any = false;
   while (Stream *stream = first_that(may, stuck)) {
@@ -228,6 +229,10 @@ static bool puts_off(Mark &mark) {
 
 static bool go_to(const MarkPointer &mark, bool to_the_end) {
   if (!mark) return true;
+  if (in_forked_child()) {
+    if (to_the_end) fail("a wait", "this process was forked from the one that uses the device");
+    return to_the_end;
+  }
   WithoutPython release;
   Locked lock(state_lock());
   const bool adversarial = settings().order == Order::adversarial;

@@ -79,11 +79,46 @@ def torchtitan() -> Iterator[Row]:
     yield Row("405B, 512, interleaved, FP8", "judge", gpu, woven, 128, gib=72.7)
 
 
+def mixtures() -> Iterator[Row]:
+    """Mixtures of experts of NeMo Automodel: 4,096 tokens, 512 or 8,192 sequences a step.
+
+    Its configurations (examples/benchmark/configs) say what is recomputed, that a stage has two
+    layers, and that experts get equal numbers of tokens.
+    """
+    gpu = "h100-80gb"
+    small = Job(
+        config=preset("qwen3-30b-a3b"), ranks=8, layout=ParallelLayout(ep=8), batch=64,
+        microbatches=16, recompute="full",
+    )  # fmt: skip
+    yield Row("Automodel Qwen3-30B, 8, EP 8", "judge", gpu, small, 12040)
+    middle = Job(
+        config=preset("gpt-oss-120b"), ranks=64, layout=ParallelLayout(ep=64), batch=8,
+        microbatches=4,
+    )  # fmt: skip
+    yield Row("Automodel GPT-OSS 120B, 64, EP 64", "judge", gpu, middle, 7626)
+    deepseek = preset("deepseek-v3")
+    large = Job(
+        config=deepseek, ranks=256, layout=ParallelLayout(pp=4, ep=64), batch=8, microbatches=8,
+        recompute="full", schedule="interleaved_1f1b", stage=(2,) * 29 + (1,) * 3,
+    )  # fmt: skip
+    yield Row("Automodel DeepSeek-V3, 256, PP 4, EP 64", "judge", gpu, large, 1002)
+    larger = replace(large, ranks=1024, layout=ParallelLayout(pp=4, ep=64))
+    larger = replace(larger, batch=32, microbatches=32)
+    yield Row("Automodel DeepSeek-V3, 1,024, PP 4, EP 64", "judge", gpu, larger, 865)
+    experts = replace(deepseek.moe, num_experts=384, num_groups=1, groups_kept=1, first_dense=1)
+    kimi = replace(deepseek, num_heads=64, vocab_size=163840, moe=experts)
+    wide = replace(
+        large, config=kimi, layout=ParallelLayout(pp=8, ep=32), batch=16, microbatches=16
+    )
+    yield Row("Automodel Kimi K2, 256, PP 8, EP 32", "judge", gpu, wide, 924)
+
+
 def others() -> Iterator[Row]:
     """Rows of NeMo Automodel, Meta and Lamina itself, planned with Lamina's engine."""
     # A batch of 128 sequences over 32 data-parallel ranks of two GPUs each (cp).
     pairs = llama("70b", 64, batch=4, microbatches=4, recompute="full", layout=ParallelLayout(cp=2))
     yield Row("Automodel 70B, 64, CP 2", "fit", "h100-80gb", pairs, tflops=389)
+    yield from mixtures()
     # 16 million tokens are 2,048 sequences, over 64 ranks of 128 GPUs.
     largest = llama(
         "405b", 8192, batch=32, microbatches=32, layout=ParallelLayout(tp=8, pp=16),

@@ -79,6 +79,34 @@ def test_a_record_counts_what_products_multiply():
     assert flops == [2 * 3 * 5 * 7, 2 * 2 * 3 * 5 * 7, 2 * 2 * (8 * 8 / 2) * (4 + 4)]
 
 
+# 1,000 rows of 8 numbers: 32,000 bytes. Two rows have 64, and their indices 16.
+MOVES = {
+    "two read, one written": (lambda x, y, _: x + y, 3 * 32000),
+    "in place": (lambda x, y, _: x.add_(y), 3 * 32000),
+    "in place, one operand": (lambda x, y, _: x.exp_(), 2 * 32000),
+    "a list in place": (lambda x, y, _: torch._foreach_add_([x], [y]), 3 * 32000),
+    "overwritten": (lambda x, y, _: x.copy_(y), 2 * 32000),
+    "zeroed": (lambda x, y, _: x.zero_(), 32000),
+    "into another tensor": (lambda x, y, _: torch.add(x, x, out=y), 2 * 32000),
+    "expanded": (lambda x, _, two: x + two[:1].expand(1000, 8), 2 * 32000 + 16),
+    "rows picked": (lambda x, y, two: x.index_select(0, two), 64 + 64 + 16),
+    "rows indexed": (lambda x, y, two: x[two], 64 + 64 + 16),
+    "rows added": (lambda x, y, two: x.index_add_(0, two, y[:2]), 3 * 64 + 16),
+    "numbers picked": (lambda x, y, two: x.gather(0, two[None]), 8 + 8 + 16),
+    "a view": (lambda x, y, _: x.view(-1), 0),
+    "a view of a fresh tensor": (lambda x, y, _: torch.ops.aten._unsafe_view(x, [8000]), 0),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_record_counts_the_bytes_that_a_kernel_moves(name):
+    move, expected = MOVES[name]
+    x, y, two = torch.ones(1000, 8), torch.ones(1000, 8), torch.tensor([3, 7])
+    with StepRecorder("cpu") as recorder:
+        move(x, y, two)
+    assert sum(operation.nbytes for operation in recorder.record.operations) == expected
+
+
 @pytest.mark.parametrize(
     ("change", "precision", "share"),
     [

@@ -92,14 +92,14 @@ class Costs:
             ranks, batch 2, selective recomputation: 65.2 of 61.2 GiB).
     """
 
-    product: float = 0.685
-    fp8_product: float = 0.357
+    product: float = 0.6524
+    fp8_product: float = 0.3465
     half_rows: float = 96.0
     half_inner: float = 96.0
     attention: float = 0.624
     attention_backward: float = 0.421
     memory: float = 0.874
-    fused: float = 0.2507
+    fused: float = 0.1406
     launch: float = 7.5e-6
     link: float = 0.82
     network: float = 0.9
@@ -115,8 +115,8 @@ class Costs:
 OWN_COSTS: Mapping[str, Costs] = MappingProxyType(
     {
         "h100-96gb": Costs(
-            product=0.4348,
-            fp8_product=0.3112,
+            product=0.4199,
+            fp8_product=0.2955,
             attention=0.34,
             attention_backward=0.29,
             memory=0.85,

@@ -293,7 +293,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._know(tensor)
                 if len(self.record.lives) > known:  # memory is most where some is taken
                     self._poll()
-                cost = _cost(name, args, kwargs, results, inputs)
+                cost = _cost(func._schema, args, kwargs, results, inputs)
                 self.record.operations.append(Operation(name, self._now - 1, _in_backward(), *cost))
         else:
             for tensor in results:
@@ -319,7 +319,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _FREE = frozenset(
     """
     detach empty empty_like empty_strided new_empty set_ resize_ lift_fresh alias
-    _local_scalar_dense
+    _local_scalar_dense _unsafe_view _reshape_alias
     """.split()
 )
 """Operators that move nothing; views move nothing either."""
@@ -371,15 +371,15 @@ def _category_of(path: str) -> str | None:
 
 
 def _cost(
-    name: str,
+    schema: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     results: list[Tensor],
     inputs: list[Tensor],
 ) -> tuple[float, int, tuple[int, ...], int]:
     """Operations of a product, bytes read and written, the product's shape and element width."""
-    moved = {id(tensor): tensor.numel() * tensor.element_size() for tensor in (*inputs, *results)}
-    nbytes = sum(moved.values())
+    name = schema.name.removeprefix("aten::")
+    nbytes = _bytes_moved(name, schema, args, kwargs, results, inputs)
     product = _PRODUCTS.get(name)
     if product is None:
         return 0.0, nbytes, (), 2
@@ -388,6 +388,51 @@ def _cost(
     factors = [each for each in inputs if each.ndim >= 2 and each.is_floating_point()]
     width = min((each.element_size() for each in factors), default=2)
     return flops, nbytes, shape, width
+
+
+_PICKS = frozenset({"index_select", "gather", "index", "embedding"})
+"""Operators that read of their source what they return, however large it is."""
+_ADDS = frozenset({"index_add_", "index_put_", "index_copy_", "scatter_", "scatter_add_"})
+"""Operators that change of their target as much as their last tensor has."""
+_OVERWRITES = frozenset(
+    "copy_ zero_ fill_ normal_ uniform_ random_ bernoulli_ _foreach_copy_ _foreach_zero_".split()
+)
+"""Operators in place that do not read what they change."""
+
+
+def _bytes_moved(
+    name: str,
+    schema: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    results: list[Tensor],
+    inputs: list[Tensor],
+) -> int:
+    """Bytes that a kernel reads and writes."""
+    if name in _PICKS:
+        return 2 * _nbytes(results) + _nbytes(inputs[1:])
+    if name in _ADDS:
+        return 3 * _nbytes(inputs[-1:]) + _nbytes(inputs[1:-1])
+    changed, unread = [], []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        changed += _tensors(value)
+        if argument.kwarg_only or name in _OVERWRITES:  # an `out`
+            unread += _tensors(value)
+    left_out = {id(tensor) for tensor in unread}
+    read = [tensor for tensor in inputs if id(tensor) not in left_out]
+    return _nbytes(read) + _nbytes([*results, *changed])
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    """Bytes of different tensors. An expanded one has no more than its storage."""
+    sizes = {
+        id(tensor): min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+        for tensor in tensors
+    }
+    return sum(sizes.values())
 
 
 def _matrix(left: int) -> Callable[[Any, Any], tuple[float, tuple[int, ...]]]:

@@ -353,5 +353,5 @@ def test_a_forked_child_does_no_work_of_its_parent(program):
         os.waitpid(child, 0)
         print(json.dumps([*answers, x.sum().item()]))
         """
-    for order in ("late", "adversarial"):
+    for order in ("at-once", "late", "adversarial"):
         assert program(text, VGPU_COMPUTE=order, VGPU_SHARE=1) == [False, True, 1000.0]

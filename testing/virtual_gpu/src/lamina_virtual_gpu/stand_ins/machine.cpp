@@ -25,7 +25,7 @@ std::recursive_mutex &state_lock() {
     // A child has the thread that forked alone. Had another one the lock, nobody would give it back there.
     pthread_atfork([] { state_lock().lock(); }, [] { state_lock().unlock(); }, [] {
       new (&state_lock()) std::recursive_mutex;
-      forked = true;
+      forked = forked || has_given_work();
     });
     return new std::recursive_mutex;  // never destroyed: threads of torch outlive `main`
   }();

@@ -53,7 +53,7 @@ using Order = Settings::Order;
 
 // One lock for all state. It is recursive: stand-ins call each other.
 std::recursive_mutex &state_lock();
-// Whether this process was forked from one that uses the device. As with CUDA its streams are of no use here.
+// Whether this process was forked from one that had given the device work. As with CUDA its streams are of no use here.
 bool in_forked_child();
 #define LOCKED std::lock_guard<std::recursive_mutex> locked_state(state_lock())
 
@@ -148,6 +148,7 @@ void reach(const MarkPointer &mark);                       // without the lock: 
 bool reaches(const MarkPointer &mark);                     // without the lock: runs what leads there; false if a peer is late
 void reach_end_of(struct ::Stream *stream);                // without the lock
 void reach_end_of_all();                                   // without the lock
+bool has_given_work();                                     // whether any stream of the process was ever given some
 bool has_failed();                                         // whether work has failed; the process's streams are lost then
 void fail(const char *what, const char *reason);
 // Another process's work may wait for this one's: from now on a thread runs what is due while the host does other things.

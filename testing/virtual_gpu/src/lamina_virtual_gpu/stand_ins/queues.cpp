@@ -33,6 +33,7 @@ static auto &changed = *new std::condition_variable_any;  // threads of torch ou
 
 bool computes() { return settings().order != Order::none; }
 bool queues_work() { return computes() || settings().shares; }
+bool has_given_work() { return numbers != 0; }
 bool has_failed() { return failed; }
 void fail(const char *what, const char *reason) {
   fprintf(stderr, "virtual GPU: %s failed when its stream came to it: %s\n", what, reason);

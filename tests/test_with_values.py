@@ -26,7 +26,8 @@ def part(tmp_path, monkeypatch) -> Computed:
 def test_layers_of_one_part_have_rows_of_their_own(part):
     counted = {name: len(results) for name, results in by_layer(part).items()}
     assert counted == {f"{layer}-2": layer in ("ddp", "fsdp") for layer in LAYERS}
-    text = "\n".join(page([part]))
+    text = "\n".join(page([part], ["ranks-2", "--keep"]))
+    assert "virtual-gpu -- tests ranks-2 --keep`" in text
     assert "| ddp-2 | at-once | 0 | 1 | 0 | 0 |" in text
     assert "| fsdp-2 | at-once | 0 | 0 | 0 | 1 |" in text
     assert "mesh-2" not in text

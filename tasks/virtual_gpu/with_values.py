@@ -124,9 +124,10 @@ def sample() -> list[Computed]:
     return [Computed("sample", (*SAMPLE, *nccl(2)), *kind) for kind in orders(SEEDS)]
 
 
-def page(chosen: Sequence[Computed]) -> Iterator[str]:
-    """Yield the section of the record in Markdown."""
-    yield f"`python3 noxfile.py -s virtual-gpu -- tests --keep` on {time.strftime('%Y-%m-%d')} at"
+def page(chosen: Sequence[Computed], words: Sequence[str]) -> Iterator[str]:
+    """Yield the section of the record in Markdown; `words` are those of the command."""
+    command = " ".join(("python3 noxfile.py -s virtual-gpu -- tests", *words))
+    yield f"`{command}` on {time.strftime('%Y-%m-%d')} at"
     yield f"`{commit()[:8]}`. Values are asserted, and a race fails its test.\n"
     yield "| part | order | seed | passed | skipped | failed |"
     yield "| --- | --- | --- | --- | --- | --- |"
@@ -235,7 +236,9 @@ def main(words: Sequence[str]) -> int:
         save(CELLS, merge(load(CELLS), runs_of(chosen)))
         before, _, rest = RECORD.read_text().partition(HEADING)
         kept = rest.partition(END)[2]
-        RECORD.write_text(f"{before}{HEADING}\n" + "\n".join(page(chosen)) + f"\n\n{END}{kept}")
+        RECORD.write_text(
+            f"{before}{HEADING}\n" + "\n".join(page(chosen, words)) + f"\n\n{END}{kept}"
+        )
     ended = [result for part in chosen for result in results_of(part)]
     counts = Counter(result.outcome for result in ended)
     print(", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))

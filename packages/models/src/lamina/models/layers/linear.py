@@ -220,10 +220,10 @@ def _gradients_in_graph(
     cut: CutProduct,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`input_and_weight` in a graph: of plain products one operator, of others what they do."""
+    """`input_and_weight` in a graph. Plain products are one operator, and FP8's are traced."""
     if isinstance(products, Float8Gradients):
-        # A compiler fuses the rounding to FP8 with what is before it. That saves more than messages
-        # beside the products, which would take the rounding out of the graph as well.
+        # A compiler fuses the rounding to FP8 with what is before it. One operator for the whole
+        # would send messages beside the products, and take the rounding out of the graph.
         grad_x = cut.summed(products.by_input(weight)).to(x.dtype) if wanted[0] else None
         return grad_x, products.by_weight(cut.gathered(x)) if wanted[1] else None
     group, how = cast(ProcessGroup, cut.group), (cut.sequence, cut.reduction)

@@ -247,8 +247,10 @@ def exchange_rows(
     Runs have `sends[i]` and `receives[i]` rows. Both tensors are contiguous. If all these counts
     are equal (`even`), a backend need not be told. For the tag see `Route.gather`.
     """
-    if group is None or group.size() == 1 or input.is_meta:
+    if group is None or group.size() == 1:
         output.copy_(input)
+        return nothing_left
+    if input.is_meta:
         return nothing_left
     if not served_by_gloo(group, input.device):
         splits = (None, None) if even else (list(receives), list(sends))

@@ -18,6 +18,7 @@ from lamina.collectives.engine import all_reduce_small
 from lamina.ddp.engine import gradient_sink
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
+from lamina.models.base.computing_device import computes_on
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.compat import graph_is_kept
 from lamina.models.layers.matmul_products import under_autocast, write_product
@@ -233,19 +234,53 @@ def _columns(
     return torch.where(here, column, 0), here
 
 
-def _softmax(logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int) -> _Softmax:
-    """Turn wide logits `[tokens, columns]` into exponentials, in place."""
+# Note [Passes over a chunk of logits]
+# Logits are the largest tensors of a step, and on a GPU a pass over them takes longer than what it
+# computes. So narrow logits are widened by the pass that subtracts the largest, and the gradient is
+# rounded by the pass that divides. Both give the bits of a pass of its own, which a CPU takes:
+# there torch's operators are slower where a result has another dtype.
+def _as_read(logits: Tensor, wide: torch.dtype) -> Tensor:
+    """Logits as the next operator reads them: on a GPU as they are, and it widens them."""
+    return logits if computes_on(logits) == "cuda" else logits.to(wide)
+
+
+def _softmax(
+    logits: Tensor,
+    labels: Tensor,
+    axis: MeshAxis | None,
+    ignored: int,
+    wide: torch.dtype,
+    *,
+    in_place: bool = False,
+) -> _Softmax:
+    """Make exponentials in `wide` of logits `[tokens, columns]`, in place if they are wide."""
     group = None if axis is None else axis.group
     column, here = _columns(labels, logits.shape[1], axis, ignored)
-    largest = logits.amax(dim=1)
+    read = _as_read(logits, wide)
+    largest = read.amax(dim=1).to(wide)
     all_reduce_small([largest], group, op="max")
-    logits -= largest[:, None]
-    chosen = torch.where(here, logits.gather(1, column[:, None]).squeeze(1), 0.0)
-    exponentials = logits.exp_()
+    own = read.dtype == wide and (in_place or read is not logits)
+    less = torch.sub(read, largest[:, None], out=read if own else None)
+    chosen = torch.where(here, less.gather(1, column[:, None]).squeeze(1), 0.0)
+    exponentials = less.exp_()
     total = exponentials.sum(dim=1)
     all_reduce_small([total, chosen], group)
     log = total.log()
     return _Softmax(log - chosen, exponentials, total, largest + log, column, here)
+
+
+def _gradient(soft: _Softmax, total: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of the losses by the logits in a dtype; uses up the exponentials.
+
+    Probabilities are exponentials divided by `total` `[tokens]`, and one is subtracted at each
+    label before anything is rounded.
+    """
+    label, exponentials, total = soft.column[:, None], soft.exponentials, total[:, None]
+    at_label = exponentials.gather(1, label).div_(total) - soft.here[:, None].to(total.dtype)
+    rounds = exponentials.dtype != dtype and computes_on(exponentials) == "cuda"
+    place = torch.empty_like(exponentials, dtype=dtype) if rounds else exponentials
+    probabilities = torch.div(exponentials, total, out=place)
+    return probabilities.scatter_(1, label, at_label.to(place.dtype)).to(dtype)
 
 
 def _subtract_labels(probabilities: Tensor, column: Tensor, here: Tensor) -> Tensor:
@@ -267,7 +302,7 @@ class _CrossEntropy(torch.autograd.Function):
         log_total = torch.empty_like(losses)
         for start in range(0, flat.shape[0], chunk):
             rows = slice(start, start + chunk)
-            soft = _softmax(flat[rows].to(wide, copy=True), names[rows], axis, ignored)
+            soft = _softmax(flat[rows], names[rows], axis, ignored, wide)
             losses[rows], log_total[rows] = soft.losses, soft.log_total
         counts = label_weights(names, _total(flat.shape[1], axis), ignored, wide)
         ctx.save_for_backward(logits, names, log_total, counts)
@@ -282,9 +317,10 @@ class _CrossEntropy(torch.autograd.Function):
         grad_logits = torch.empty_like(flat)
         for start in range(0, flat.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            wide = flat[rows].to(log_total.dtype) - log_total[rows, None]
+            wide = _as_read(flat[rows], log_total.dtype) - log_total[rows, None]
             columns = _columns(names[rows], flat.shape[1], ctx.axis, ctx.ignored)
-            grad_logits[rows] = _subtract_labels(wide.exp_(), *columns).mul_(factor[rows, None])
+            by_loss = _subtract_labels(wide.exp_(), *columns)
+            torch.mul(by_loss, factor[rows, None], out=grad_logits[rows])
         return grad_logits.view(logits.shape), None, None, None, None
 
 
@@ -328,24 +364,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = (hidden[rows] @ weight.t()).to(wide)
-            logits = softcapped(logits if bias is None else logits.add_(bias), softcap)
+            logits = _as_read(hidden[rows] @ weight.t(), wide)
+            if bias is not None or softcap is not None:
+                logits = logits.to(wide)
+                logits = softcapped(logits if bias is None else logits.add_(bias), softcap)
             # The derivative of the cap, before the exponentials are written over the logits.
             slope = None if softcap is None else 1.0 - (logits / softcap).square()
             logits[:, kept:] = -torch.inf
-            soft = _softmax(logits, labels[rows], axis, ignored)
+            soft = _softmax(logits, labels[rows], axis, ignored, wide, in_place=True)
+            del logits  # narrow ones would lie beside the exponentials and their gradient
             total += torch.where(labels[rows] == ignored, 0.0, soft.losses * counts[rows]).sum()
             # A label of weight 0 divides by infinity, one that does not exist by NaN.
-            grad = soft.exponentials.div_((soft.total / counts[rows])[:, None])
-            grad = _subtract_labels(grad, soft.column, soft.here)
-            grad = (grad if slope is None else grad.mul_(slope)).to(weight.dtype)
+            grad = _gradient(
+                soft, soft.total / counts[rows], weight.dtype if slope is None else wide
+            )
+            if slope is not None:
+                grad = grad.mul_(slope).to(weight.dtype)
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 write_product(grad.t(), hidden[rows], grad_weight, accumulate=start > 0)
-            del logits, soft, grad, slope  # otherwise two chunks would be in memory at once
+            del soft, grad, slope  # otherwise two chunks would be in memory at once
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.weight_dtype = weight.dtype
         ctx.parameter = weight if weight.is_leaf else None

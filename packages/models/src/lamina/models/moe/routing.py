@@ -7,7 +7,10 @@ every time (decision 0623).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -179,17 +182,13 @@ class _CopiesToRows(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(row_of_copy)
         ctx.holes = holes
-        return _take(x, copy_of_row.div(row_of_copy.shape[1], rounding_mode="floor"), holes)
+        rows: Tensor = _rows_of_tokens(x, copy_of_row, row_of_copy.shape[1], holes)
+        return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (row_of_copy,) = ctx.saved_tensors
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = _take(grad, row_of_copy[:, 0], ctx.holes).to(wide)
-        for j in range(1, row_of_copy.shape[1]):
-            total += _take(grad, row_of_copy[:, j], ctx.holes)
-        return total.to(grad.dtype), None, None, None
+        return _sum_of_rows(grad, *ctx.saved_tensors, None, ctx.holes), None, None, None
 
 
 class _RowsToTokens(torch.autograd.Function):
@@ -205,23 +204,140 @@ class _RowsToTokens(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, copy_of_row, row_of_copy)
         ctx.holes, ctx.fixed = holes, fixed
-        total = _take(rows, row_of_copy[:, 0], holes) * weights[:, :1]
-        for j in range(1, weights.shape[1]):
-            total += _take(rows, row_of_copy[:, j], holes) * weights[:, j : j + 1]
-        return total.to(rows.dtype)
+        total: Tensor = _sum_of_rows(rows, row_of_copy, weights, holes)
+        return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weights, copy_of_row, row_of_copy = ctx.saved_tensors
-        token = copy_of_row.div(weights.shape[1], rounding_mode="floor")
-        of_row = _take(grad, token, ctx.holes)
-        grad_rows = grad_weights = None
-        if ctx.needs_input_grad[1]:
-            products = rows.to(weights.dtype) * of_row
-            products = row_sum(products).squeeze(-1) if ctx.fixed else products.sum(-1)
-            grad_weights = _take(products, row_of_copy.flatten(), ctx.holes).view(weights.shape)
-        if ctx.needs_input_grad[0]:
-            weight = _take(weights.flatten(), copy_of_row, ctx.holes)
-            grad_rows = (of_row * weight.unsqueeze(-1)).to(rows.dtype)
-        return grad_rows, grad_weights, None, None, None, None
+        gradients = _gradients_of_rows(*ctx.saved_tensors, grad, ctx.holes, ctx.fixed)
+        return *gradients, None, None, None, None
+
+
+# Note [One pass over the rows of tokens]
+# torch's operators take a pass for each of a token's rows, and keep products in float32. So copies,
+# sums and gradients are operators of Lamina's own: a GPU has kernels, and other devices use torch's
+# operators, where there are temporaries on so few rows at a time that these stay in the cache. A
+# compiler and a plan see an operator with its inputs and results.
+_CACHED = 1 << 16  # elements of a temporary on a CPU
+
+
+def _blocks(rows: Tensor, count: int) -> list[slice]:
+    """Cut `count` rows as wide as `rows` into blocks; a GPU takes all at once."""
+    size = max(count if rows.is_cuda else _CACHED // max(rows.shape[1], 1), 1)
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+@torch.library.custom_op("lamina::rows_of_tokens", mutates_args=())
+def _rows_of_tokens(x: Tensor, copy_of_row: Tensor, copies: int, holes: bool) -> Tensor:
+    return _take(x, copy_of_row.div(copies, rounding_mode="floor"), holes)
+
+
+@_rows_of_tokens.register_kernel("cuda")
+def _(x: Tensor, copy_of_row: Tensor, copies: int, holes: bool) -> Tensor:
+    rows = x.new_empty(copy_of_row.shape[0], x.shape[1])
+    _kernels().copy_rows(x.contiguous(), copy_of_row.contiguous(), copies, rows)
+    return rows
+
+
+@_rows_of_tokens.register_fake
+def _(x: Tensor, copy_of_row: Tensor, copies: int, holes: bool) -> Tensor:
+    return x.new_empty(copy_of_row.shape[0], x.shape[1])
+
+
+@torch.library.custom_op("lamina::sum_of_rows", mutates_args=())
+def _sum_of_rows(rows: Tensor, row_of_copy: Tensor, weights: Tensor | None, holes: bool) -> Tensor:
+    total = rows.new_empty(row_of_copy.shape[0], rows.shape[1])
+    wide = torch.promote_types(rows.dtype, torch.float32 if weights is None else weights.dtype)
+
+    def values(block: slice) -> Iterator[Tensor]:
+        for j, index in enumerate(row_of_copy[block].unbind(1)):
+            value = _take(rows, index, holes).to(wide)
+            yield value if weights is None else value.mul_(weights[block, j : j + 1])
+
+    for block in _blocks(rows, row_of_copy.shape[0]):
+        total[block] = reduce(Tensor.add_, values(block))
+    return total
+
+
+@_sum_of_rows.register_kernel("cuda")
+def _(rows: Tensor, row_of_copy: Tensor, weights: Tensor | None, holes: bool) -> Tensor:
+    total = rows.new_empty(row_of_copy.shape[0], rows.shape[1])
+    factors = None if weights is None else weights.contiguous()
+    _kernels().sum_rows(rows.contiguous(), row_of_copy.contiguous(), factors, total)
+    return total
+
+
+@_sum_of_rows.register_fake
+def _(rows: Tensor, row_of_copy: Tensor, weights: Tensor | None, holes: bool) -> Tensor:
+    return rows.new_empty(row_of_copy.shape[0], rows.shape[1])
+
+
+def _differentiated(
+    rows: Tensor,
+    weights: Tensor,
+    copy_of_row: Tensor,
+    row_of_copy: Tensor,
+    grad: Tensor,
+    holes: bool,
+    fixed: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and weights, by torch's operators."""
+    grad_rows, products = torch.empty_like(rows), weights.new_empty(rows.shape[0])
+    for block in _blocks(rows, rows.shape[0]):
+        copy = copy_of_row[block]
+        slope = _take(grad, copy.div(weights.shape[1], rounding_mode="floor"), holes)
+        product = rows[block].to(weights.dtype) * slope
+        products[block] = row_sum(product).squeeze(-1) if fixed else product.sum(-1)
+        grad_rows[block] = slope * _take(weights.flatten(), copy, holes).unsqueeze(-1)
+    return grad_rows, _take(products, row_of_copy.flatten(), holes).view(weights.shape)
+
+
+_gradients_of_rows = torch.library.custom_op("lamina::gradients_of_rows", mutates_args=())(
+    _differentiated
+)
+
+
+@_gradients_of_rows.register_kernel("cuda")
+def _(
+    rows: Tensor,
+    weights: Tensor,
+    copy_of_row: Tensor,
+    row_of_copy: Tensor,
+    grad: Tensor,
+    holes: bool,
+    fixed: bool,
+) -> tuple[Tensor, Tensor]:
+    if fixed:  # the kernel's order is not that of `row_sum`
+        return _differentiated(rows, weights, copy_of_row, row_of_copy, grad, holes, fixed)
+    rows, weights, grad = rows.contiguous(), weights.contiguous(), grad.contiguous()
+    grad_rows = torch.empty_like(rows)
+    # A copy that has no row has no gradient.
+    grad_weights = torch.zeros_like(weights) if holes else torch.empty_like(weights)
+    _kernels().differentiate_rows(rows, grad, weights, copy_of_row, grad_rows, grad_weights)
+    return grad_rows, grad_weights
+
+
+@_gradients_of_rows.register_fake
+def _(
+    rows: Tensor,
+    weights: Tensor,
+    copy_of_row: Tensor,
+    row_of_copy: Tensor,
+    grad: Tensor,
+    holes: bool,
+    fixed: bool,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weights)
+
+
+def _kernels() -> ModuleType:
+    """Import the kernels when they are first needed: users of CPUs need not have Triton."""
+    try:
+        from lamina.models.moe import row_kernels
+    except ImportError as error:
+        raise ImportError(
+            "mixture of experts on a GPU needs Triton, which could not be imported; install "
+            "`lamina-models[triton]` (CUDA builds of torch bring it along)"
+        ) from error
+    return row_kernels

@@ -12,6 +12,7 @@ import math
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -127,8 +128,8 @@ def a_storage_refuses_access_until_it_is_allowed():
     kept = torch.arange(4.0)
     view = kept.view(2, 2)[1]
     access = access_of(kept.untyped_storage(), "released")
-    # torch names the reason where Python can set the flag, and says "invalid" where it can't.
-    why = "invalid" if of_buffers.allow_access is None else "released"
+    # torch names the reason where Python can give one, and says "invalid" where it can't.
+    why = "invalid" if of_buffers.refuse_access is None else "released"
     access.refuse()
     for use in (kept.sum, view.clone, view.tolist, kept.zero_, kept.data_ptr):
         with pytest.raises(RuntimeError, match=why):
@@ -323,6 +324,13 @@ def products_of_float8_are_there():
     assert isinstance(of_models.HAS_SCALED_MM_V2_ON_CPU, bool)
 
 
+def products_are_added_to_float32_on_meta_tensors_if_it_says_so():
+    total, narrow = torch.zeros(4, 4, device="meta"), torch.zeros(4, 4, device="meta").bfloat16()
+    refused = pytest.raises(TypeError) if not of_models.HAS_WIDE_ADDMM_ON_META else nullcontext()
+    with refused:
+        torch.ops.aten.addmm.dtype_out(total, narrow, narrow, torch.float32, out=total)
+
+
 def dcp_names_what_it_pickles():
     info = of_checkpoint.StorageInfo("file", 1, 2)
     assert (info.relative_path, info.offset, info.length) == ("file", 1, 2)
@@ -411,6 +419,7 @@ CHECKS = {
         "flash_attention_backward_for_cpu"
     ),
     products_of_float8_are_there: "scaled_mm scaled_mm_v2 HAS_SCALED_MM_V2_ON_CPU",
+    products_are_added_to_float32_on_meta_tensors_if_it_says_so: "HAS_WIDE_ADDMM_ON_META",
     generic_state_functions_keep_what_they_were_given: "local_of_state_call",
     dcp_names_what_it_pickles: "StorageInfo MemoryFormatCode get_layout",
 }
@@ -435,3 +444,59 @@ def test_each_name_has_a_check():
     named = {name for names in CHECKS.values() for name in names.split()} | ELSEWHERE
     homes = [source_of(layer) / home for layer, home in HOME.items() if home == "compat.py"]
     assert set().union(*(public_face(home.read_text()) for home in homes)) == named
+
+
+def returns_a_given_tensor(forward: ast.FunctionDef) -> Iterator[int]:
+    """Lines of a forward where the last call may give back a tensor that it was given."""
+    in_place = {
+        node.target.id
+        for node in ast.walk(forward)
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+    }
+    for node in ast.walk(forward):
+        if not isinstance(node, ast.Return):
+            continue
+        match node.value:
+            case ast.Name(id=name) if name in in_place:
+                yield node.lineno
+            case ast.Call(func=ast.Attribute(attr=name)) if name in (
+                "to",
+                "contiguous",
+                "float",
+                "flatten",
+            ) or name.endswith("_"):
+                yield node.lineno
+
+
+def forwards(source: str) -> Iterator[ast.FunctionDef]:
+    """The forwards of a file's autograd functions."""
+    for kind in ast.walk(ast.parse(source)):
+        if isinstance(kind, ast.ClassDef) and any("Function" in ast.unparse(b) for b in kind.bases):
+            for method in kind.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "forward":
+                    yield method
+
+
+# See Note [Results that are another tensor] in lamina.models.base.applied.
+def test_no_forward_returns_a_tensor_that_its_last_call_was_given():
+    wrong = [
+        f"{path}:{line}"
+        for layer in LAYERS
+        for path in source_of(layer).rglob("*.py")
+        for forward in forwards(path.read_text())
+        for line in returns_a_given_tensor(forward)
+    ]
+    assert not wrong
+    planted = """
+class F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        total = x * 2
+        total += x
+        if x.ndim:
+            return total
+        if x.numel():
+            return (x * 2).to(x.dtype)
+        return (x * 2).add_(1)
+"""
+    assert len(list(returns_a_given_tensor(*forwards(planted)))) == 3

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -316,7 +317,11 @@ def test_no_thread_is_left_when_the_groups_are_destroyed(name, start, ranks, tmp
         dist.init_process_group("gloo")
     else:
         kept.append(init_distributed(device="cpu"))
-    assert gloo_threads()  # what is counted is there
+    # What is counted is there. A thread has its name a moment after it has begun.
+    deadline = time.monotonic() + 30
+    while not gloo_threads():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     kept += CASES[name](dist.group.WORLD)
     dist.destroy_process_group()
     assert (gloo_threads(), busy_threads()) == ([], [])

@@ -21,7 +21,7 @@ SUM = {
     "total": ROWS,
 }  # fmt: skip
 GRADIENT = {
-    "rows": ROWS, "grad": ROWS, "hidden": "i32", "weights": WEIGHTS, "copies": "i32",
+    "rows": ROWS, "grad": ROWS, "hidden": "constexpr", "weights": WEIGHTS, "copies": "i32",
     "copy_of_row": INDEX, "grad_rows": ROWS, "grad_weights": WEIGHTS,
 }  # fmt: skip
 COPY = {"x": ROWS, "tokens": "i32", "hidden": "i32", "copy_of_row": INDEX, "rows": ROWS}
@@ -29,7 +29,7 @@ KERNELS = (
     (copy_kernel, COPY, {name: CONSTANTS[name] for name in ("COPIES", "BLOCK")}),
     (sum_kernel, SUM, CONSTANTS),
     (sum_kernel, SUM | {"weights": "constexpr"}, CONSTANTS | {"weights": None}),
-    (gradient_kernel, GRADIENT, CONSTANTS),
+    (gradient_kernel, GRADIENT, CONSTANTS | {"hidden": 2048}),
 )
 
 
@@ -40,7 +40,7 @@ def main():
             aligned = [
                 (at,)
                 for at, (name, kind) in enumerate(types.items())
-                if kind.startswith("*") or name == "hidden"
+                if kind.startswith("*") or (name, kind) == ("hidden", "i32")
             ]
             compiled = compile_kernel(
                 kernel, types, constants, aligned, capability, WARPS, enable_fp_fusion=False

@@ -31,6 +31,13 @@ def chains(builder, a, b, sums, precision, imprecise):
 
 interpreter.InterpreterBuilder.create_dot = chains
 
+# The interpreter of Triton 3.6 makes no number of an array of one element where NumPy is 2.4.
+patch = interpreter._patch_lang_tensor
+def patched(tensor, scope):
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+interpreter._patch_lang_tensor = patched
+
 def product(left, right, pieces):
     total = torch.full((*left.shape[:2], right.shape[2]), torch.nan)
     add_chains(left, right, pieces, CHUNK, total)

@@ -307,7 +307,9 @@ def test_compiled_models_recompute_too(policy, whole):
     for found, wanted in zip(step(model), expected, strict=True):
         torch.testing.assert_close(found, wanted)
     if policy in ("full", "selective"):
-        assert saved_by_autograd(model) < 0.6 * plain
+        # Graphs of torch 2.11 keep a little more.
+        share = 0.6 if torch.__version__ >= (2, 12) else 0.62
+        assert saved_by_autograd(model) < share * plain
 
 
 def saved_by_autograd(model: nn.Module) -> int:

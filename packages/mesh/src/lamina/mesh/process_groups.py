@@ -26,6 +26,7 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,7 +54,10 @@ class GroupRef:
     def __init__(self, group: Group) -> None:
         self.weak = ref(group)
         self._title = str(group.group_desc)
-        hash(self)  # that of the group, which can be asked only while there is one
+        # The hash is that of the group, which can be asked only while there is one. The compiler of
+        # torch 2.11 cannot trace it; a reference that is made in a graph is no key.
+        if not torch.compiler.is_compiling():
+            hash(self)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GroupRef) and self.weak == other.weak

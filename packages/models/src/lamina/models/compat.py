@@ -7,11 +7,13 @@ import torch
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._compile import _disable_dynamo as one_graph_break
 from torch._subclasses import FakeTensor
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "HAS_SCALED_MM_V2_ON_CPU",
+    "HAS_WIDE_ADDMM_ON_META",
     "FakeTensor",
     "TorchDispatchMode",
     "current_graph_task_id",
@@ -33,6 +35,9 @@ graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: i
 HAS_SCALED_MM_V2_ON_CPU = torch._C._dispatch_has_kernel_for_dispatch_key(
     "aten::_scaled_mm_v2", "CPU"
 )
+# torch 2.11 takes a product that is added to float32 apart on meta tensors and in graphs, and then
+# takes the dtype for a factor.
+HAS_WIDE_ADDMM_ON_META = TorchVersion(torch.__version__) >= "2.12"
 scaled_mm = torch._scaled_mm
 # Not `torch._scaled_mm_v2`, which Dynamo of torch 2.12 does not trace.
 scaled_mm_v2 = torch.ops.aten._scaled_mm_v2

@@ -71,7 +71,9 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
-@dataclass(frozen=True)
+# Patterns are compared as objects (`eq=False`). The compiler of torch 2.11 asks a pattern's hash
+# while it makes the pattern, before there are fields.
+@dataclass(frozen=True, eq=False)
 class Causal:
     """Plain causal attention, which needs no mask and has the fastest kernel on every device."""
 
@@ -89,7 +91,7 @@ class Causal:
         return _sdpa(query, key, value, dropout_p=dropout, scale=scale, **options)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Masked:
     """Attention with a stored mask, on any device, for sequence^2 bools per row of the batch.
 
@@ -111,7 +113,7 @@ class Masked:
         return _sdpa(query, key, value, dropout_p=dropout, scale=scale, **options)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scored:
     """Attention whose scores `rule` changes. All of them are stored.
 
@@ -155,7 +157,7 @@ def _columns_of(per_head: Tensor | None) -> Tensor:
     return per_head
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Varlen:
     """Concatenated documents, by torch's variable-length flash kernel (CUDA, fp16 and bf16).
 
@@ -191,7 +193,7 @@ class Varlen:
         return cast(Tensor, mixed.view(*query.shape[:2], *mixed.shape[1:]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Flex:
     """Attention by torch's `flex_attention` (trains on CUDA only).
 

@@ -33,7 +33,7 @@ class _Convolve(torch.autograd.Function):
         taps = weight.shape[-1]
         y = x.float() * weight[:, 0, -1].float()
         for tap in range(taps - 1):
-            y += _shifted(x, runs, taps - 1 - tap) * weight[:, 0, tap].float()
+            y = y + _shifted(x, runs, taps - 1 - tap) * weight[:, 0, tap].float()
         return y
 
     @staticmethod

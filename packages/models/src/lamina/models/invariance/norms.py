@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from lamina.collectives.engine import start_all_reduce
 from lamina.mesh.engine import MeshAxis
-from lamina.models.base.applied import applied
+from lamina.models.base.applied import applied, in_dtype
 from lamina.models.invariance.products import cut_blocks, fold, row_sum
 from lamina.models.invariance.token_sums import TokenSum, delivered
 
@@ -117,7 +117,7 @@ class _Normalise(torch.autograd.Function):
         ctx.how = how
         ctx.weight, ctx.bias = (p if p is not None and p.is_leaf else None for p in (weight, bias))
         y = normed * how.factor(weight)
-        return (y if bias is None else y + bias.float()).to(x.dtype)
+        return in_dtype(y if bias is None else y + bias.float(), x.dtype)
 
     @staticmethod
     @once_differentiable

@@ -33,7 +33,7 @@ from lamina.collectives.engine import (
 )
 from lamina.mesh import mark
 from lamina.mesh.engine import GroupRef, MeshAxis, group_ref, live_group
-from lamina.models.base.applied import applied
+from lamina.models.base.applied import applied, in_dtype
 from lamina.models.base.config import Reduction, TransformerConfig
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
@@ -124,7 +124,7 @@ class Multiply(torch.autograd.Function):
         ctx.save_for_backward(x, weight, *kept)
         if cut.side == "input":
             y = cut.summed(y)
-        return y.to(x.dtype)
+        return in_dtype(y, x.dtype)
 
     @staticmethod
     @once_differentiable

@@ -373,7 +373,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits[:, kept:] = -torch.inf
             soft = _softmax(logits, labels[rows], axis, ignored, wide, in_place=True)
             del logits  # narrow ones would lie beside the exponentials and their gradient
-            total += torch.where(labels[rows] == ignored, 0.0, soft.losses * counts[rows]).sum()
+            losses = torch.where(labels[rows] == ignored, 0.0, soft.losses * counts[rows])
+            total = total + losses.sum()  # see Note [Results that are another tensor]
             # A label of weight 0 divides by infinity, one that does not exist by NaN.
             grad = _gradient(
                 soft, soft.total / counts[rows], weight.dtype if slope is None else wide

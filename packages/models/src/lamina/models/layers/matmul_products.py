@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from lamina.ddp.engine import gradient_sink, has_gradient_sink
 from lamina.models.base.applied import applied
 from lamina.models.base.computing_device import computes_on
+from lamina.models.compat import HAS_WIDE_ADDMM_ON_META
 
 
 class Gradients(Protocol):
@@ -142,10 +143,11 @@ def write_product(left: Tensor, right: Tensor, total: Tensor, accumulate: bool) 
         else:
             torch.mm(left, right, out=total)
     elif total.dtype == torch.float32 and computes_on(left) == "cuda":
+        written = left.is_meta and not HAS_WIDE_ADDMM_ON_META  # numbers that nobody has
         if accumulate and torch.compiler.is_compiling():
-            # torch 2.11 cannot trace the operator below: it takes the dtype for a factor.
+            # Graphs of torch 2.11 cannot hold the operator below.
             total.add_(torch.ops.aten.mm.dtype(left, right, torch.float32))
-        elif accumulate:
+        elif accumulate and not written:
             torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
         else:
             torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=total)

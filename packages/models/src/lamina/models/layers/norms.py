@@ -125,7 +125,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     normed = x * scale
-    # Dynamo of torch 2.11 gives wrong gradients where a product is written to in place.
+    # See Note [Results that are another tensor].
     return normed * weight if torch.compiler.is_compiling() else normed.mul_(weight), scale
 
 

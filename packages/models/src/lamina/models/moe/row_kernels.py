@@ -174,7 +174,7 @@ def sum_kernel(
 def gradient_kernel(
     rows,
     grad,
-    hidden,
+    hidden: tl.constexpr,
     weights,
     copies,
     copy_of_row,

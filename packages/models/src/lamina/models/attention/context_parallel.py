@@ -32,7 +32,7 @@ from lamina.models.invariance.random_keys import PairDraws
 from lamina.models.layers.zigzag import cut_sequence, in_order, out_of_order
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GatheredKeys:
     """Every rank gathers all keys and values; `inner` is its queries' attention to all keys."""
 
@@ -54,7 +54,7 @@ class GatheredKeys:
         return self.inner(query, keys, values, scale=scale, dropout=dropout)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ulysses:
     """Each rank attends over the whole sequence by `inner`, for some of the heads."""
 

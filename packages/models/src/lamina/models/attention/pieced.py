@@ -21,7 +21,7 @@ from lamina.collectives import send_recv
 from lamina.collectives.engine import ring
 from lamina.mesh.engine import group_ref, live_group
 from lamina.models.attention.kernels import refuse_dropout
-from lamina.models.base.applied import applied
+from lamina.models.base.applied import applied, in_dtype
 from lamina.models.base.computing_device import computes_on
 from lamina.models.compat import (
     flash_attention,
@@ -208,7 +208,7 @@ def to_one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InPieces:
     """Attention over keys that this rank has: each allowed pair is in one of the pieces."""
 
@@ -278,7 +278,7 @@ def values_in_pieces(
     for source, (k, v) in ring((key, value), group):
         for piece in pieces(source):
             piece.add_values(out, logs, (q, k, v))
-    return total.to(query.dtype), logs
+    return in_dtype(total, query.dtype), logs
 
 
 def gradients_in_pieces(

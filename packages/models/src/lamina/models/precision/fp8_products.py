@@ -104,7 +104,8 @@ class Float8Products(nn.Module):
         # Backward reuses the scales of tensors. It needs scales of other rows than forward.
         kept = () if self.rowwise else tuple(amax)
         if self.keep_fp8_transpose_cache:
-            kept += self.code_turned(weight) if self.rowwise else right.transposed()
+            turned = self.code_turned(weight) if self.rowwise else right.transposed()
+            kept = (*kept, *turned)
         return y.view(*x.shape[:-1], -1), kept
 
     def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> Float8Gradients:

@@ -320,7 +320,10 @@ class _CrossEntropy(torch.autograd.Function):
             wide = _as_read(flat[rows], log_total.dtype) - log_total[rows, None]
             columns = _columns(names[rows], flat.shape[1], ctx.axis, ctx.ignored)
             by_loss = _subtract_labels(wide.exp_(), *columns)
-            torch.mul(by_loss, factor[rows, None], out=grad_logits[rows])
+            if computes_on(flat) == "cuda":
+                torch.mul(by_loss, factor[rows, None], out=grad_logits[rows])
+            else:
+                grad_logits[rows] = by_loss.mul_(factor[rows, None])
         return grad_logits.view(logits.shape), None, None, None, None
 
 

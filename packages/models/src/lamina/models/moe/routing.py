@@ -283,7 +283,7 @@ def _differentiated(
     fixed: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of rows and weights, by torch's operators."""
-    grad_rows, products = torch.empty_like(rows), weights.new_empty(rows.shape[0])
+    grad_rows, products = rows.new_empty(rows.shape), weights.new_empty(rows.shape[0])
     for block in _blocks(rows, rows.shape[0]):
         copy = copy_of_row[block]
         slope = _take(grad, copy.div(weights.shape[1], rounding_mode="floor"), holes)
@@ -328,7 +328,7 @@ def _(
     holes: bool,
     fixed: bool,
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weights)
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
 
 def _kernels() -> ModuleType:

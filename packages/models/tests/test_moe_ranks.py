@@ -131,7 +131,9 @@ def test_shared_experts_compute_while_tokens_travel(fixed, ranks):
     for name in ("up", "down", "down backward", "up backward"):
         flying = log.in_flight_at(log.marked(name))
         assert {event.group for event in flying} == {"dp_shard:tokens"}, name
-        assert sum(event.size for event in flying) >= 2 * 8 * 16 * 8 // 2, name
+        # A message in and one out are rows; counts are smaller. A lane's thread issues one after
+        # the other, so on a busy machine one of them may be on its way alone.
+        assert all(event.size >= 2 * 16 * 8 for event in flying), name
 
 
 @pytest.mark.ranks(2)

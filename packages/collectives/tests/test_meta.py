@@ -75,11 +75,30 @@ class Made(TorchDispatchMode):
         return result
 
 
+class Called(TorchDispatchMode):
+    """Keeps which operators were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operators.add(function.overloadpacket)
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.ranks(WORLD, backend="fake")
 def test_a_sum_is_planned_with_the_memory_for_what_would_come():
     with Made() as made:
         reduce_scatter_fp32(meta(4), meta(4 * WORLD), dist.group.WORLD, statistics=False).wait()
     assert made.numel == (4 + 4 * WORLD) + 4 * WORLD  # its buffers, and as much for the terms
+
+
+@pytest.mark.ranks(WORLD, backend="fake")
+def test_an_all_to_all_is_planned_without_a_copy_that_no_backend_makes():
+    with Called() as called:
+        all_to_all(meta(WORLD, 3), meta(WORLD, 3), dist.group.WORLD)
+    assert torch.ops.aten.copy_ not in called.operators
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -16,6 +16,7 @@ from lamina.models.moe.routing import (
     rows_to_capacity,
     rows_to_tokens,
 )
+from lamina.models.plan import StepRecorder
 
 pytest.importorskip("triton")
 
@@ -74,6 +75,25 @@ def test_interpreted_sums_and_gradients_are_those_of_a_matrix_in_float64():
 
 def test_compiled_they_read_16_bytes_at_a_time_and_round_each_product():
     assert run([sys.executable, str(COMPILED), "80", "90", "100"], "").count(" 0 B stack") == 12
+
+
+def test_a_plan_counts_each_row_once_for_each_pass():
+    tokens, copies, hidden = 6, 2, 64
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    order = rows_by_expert(torch.zeros(tokens, copies, dtype=torch.int64, device="meta"))
+    x = torch.empty(tokens, hidden, **meta, requires_grad=True)
+    weights = torch.empty(tokens, copies, device="meta", requires_grad=True)
+    with StepRecorder("meta") as recorder:
+        total = rows_to_tokens(copies_to_rows(x, order), weights, order)
+        total.backward(torch.empty_like(total))
+    moved = {each.name: each.nbytes for each in recorder.record.operations}
+    count, index, factors = tokens * copies, 8 * tokens * copies, 4 * tokens * copies
+    few, many = 2 * tokens * hidden, 2 * count * hidden
+    assert moved.pop("lamina::rows_of_tokens") == few + index + many
+    assert moved.pop("lamina::gradients_of_rows") == 2 * many + few + 2 * index + 2 * factors
+    # The last one is that of the backward, which has no weights.
+    assert moved.pop("lamina::sum_of_rows") == many + index + few
+    assert not moved
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -277,6 +277,7 @@ class FlatBuffer:
             )
         start, stop = self.span(name)
         with torch.no_grad():
+            # `copy_` compares the two cuts. Of a plain tensor only the span is read.
             if isinstance(tensor, ShardedTensor):
                 self.as_sharded(name).copy_(tensor)
             else:

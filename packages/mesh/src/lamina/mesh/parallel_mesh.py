@@ -429,6 +429,7 @@ class ParallelMesh:
         for axes in (DENSE_AXES, EXPERT_AXES):
             if all(name in axes for name in names):
                 return axes
+        # No mesh has all of them: either a name is unknown, or they are of both meshes.
         known = dict.fromkeys([*DENSE_AXES, *EXPERT_AXES, *DERIVED_AXES])
         unknown = [name for name in names if name not in known]
         if unknown:

@@ -596,6 +596,7 @@ class SavedTensorGuard(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        # A subclass may have no storage of its own, and a sparse tensor has several.
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
             return tensor
         key = self.pool.owner_of(tensor)

@@ -90,6 +90,8 @@ def _check_chunks(spec: SpanSpec, sizes: Sequence[int]) -> int:
     inner = math.prod(spec.shape[1:])
     cut = Cut(tuple(sizes), (True,) * len(sizes))
     mine = tuple(axis.rank for axis in spec.axes)
+    # Where other ranks' spans are known they are compared as well: a DTensor that is right on this
+    # rank only would hang or mix rows elsewhere.
     known = [(spec.start, spec.stop)] if spec.extents is None else list(spec.extents())
     pieces = [cut.piece(mine)] if spec.extents is None else list(cut.pieces_by_rank())
     for piece, (start, stop) in zip(pieces, known, strict=True):

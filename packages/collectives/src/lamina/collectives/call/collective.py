@@ -117,6 +117,7 @@ def activity() -> Activity:
     """What this rank does in collectives, over all groups."""
     waits, recent = [], []
     for lane in lanes():
+        # A copy: other threads may begin collectives meanwhile.
         for call in list(lane.newest):
             seconds = call.waited_for()
             if seconds is not None:
@@ -462,6 +463,7 @@ class Collective:
                 f"{output.dtype} on {output.device} and `input` {tuple(input.shape)} "
                 f"{input.dtype} on {input.device}; prepare another one for these"
             )
+        # Most calls end here, at a comparison of two addresses.
         first, second = output.data_ptr(), input.data_ptr()
         apart = second >= first + output.nbytes or first >= second + input.nbytes
         if not apart and not (in_place and second - first == self._in_place):

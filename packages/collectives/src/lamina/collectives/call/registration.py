@@ -163,6 +163,7 @@ class RegisteredPool:
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.__exit__(*exception)
+        # Registering is collective. After an exception the other ranks may never come to it.
         if exception[0] is None and not self.registered:
             self._register()
 

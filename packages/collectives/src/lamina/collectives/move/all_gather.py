@@ -36,6 +36,8 @@ class AllGather(Collective):
             )
         self._sent = (self.size - 1) * input.nbytes
         self._in_place = self.rank * input.nbytes
+        # How bytes travel depends on the group, the sizes and the device alone, so it is decided
+        # once.
         route = route_for(group, piece, total, self.device)
         self._transfer, self._nbytes, self._run = route.gather, input.nbytes, route.run
         self._only_posts = route.only_posts

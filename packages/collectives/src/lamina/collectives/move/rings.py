@@ -172,6 +172,7 @@ def _destinations(
                 f"what is sent, but is {target.dtype} with shape {tuple(target.shape)} and strides "
                 f"{target.stride()}"
             )
+        # All tensors are on their way at once, so no destination may lie in any of those sent.
         for other, sent in enumerate(sends):
             require_disjoint(
                 "send_recv", group, (f"out[{place}]", target), (f"tensors[{other}]", sent)

@@ -146,6 +146,8 @@ class SmallReduction:
         if self._dtype is not None:
             self._by_backend([tensor.detach() for tensor in tensors], self._dtype)
             return
+        # Ranks send their numbers as they are, and each combines them in the order of ranks: all
+        # get the same bits.
         everyone, packed = self._buffers()
         for tensor, offset in zip(tensors, self._offsets, strict=False):
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)

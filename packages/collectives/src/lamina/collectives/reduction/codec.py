@@ -193,6 +193,8 @@ class Wire:
                 f"{MOST_BLOCK}"
             )
         self.sum_dtype = torch.float64 if codec.dtype == torch.float64 else torch.float32
+        # Side data stands before the codes of each block, in one message of bytes. Without side
+        # data the message is the codes themselves.
         self._side = 0 if codec.side_dtype is None else codec.side_dtype.itemsize
         self.dtype = torch.uint8 if self._side else codec.dtype
         self.unit = self._side + codec.block * codec.dtype.itemsize if self._side else codec.block
@@ -200,6 +202,8 @@ class Wire:
         self.summable = self.plain and self.dtype == self.sum_dtype
         self.checked = isinstance(codec, Checksums)
         self.damaged: set[int] = set()
+        # Side data and codes are read as views of the bytes, and a view begins at a multiple of its
+        # item's size.
         if self._side and (self.unit % self._side or self._side % codec.dtype.itemsize):
             raise ValueError(
                 f"{type(codec).__name__}: {codec.side_dtype} side data and {codec.block} codes in "

@@ -429,6 +429,7 @@ class OrderedReduction(Reduction):
             """Those of a slice of so many elements of each piece."""
             return self._exchanges_of(width, self.size * width, self.size * width, hosts)
 
+        # All full slices share one set of exchanges. The last one is shorter, and has its own.
         whole, rest = divmod(self._piece, width)
         usual, end = exchanges(width), whole * width
         cut = [_Slice(slice(at, at + width), usual) for at in range(0, end, width)]

@@ -84,6 +84,8 @@ def fused_sum(
         slices = rows.slices()
     partials, count = None, 0
     if statistics is not None:
+        # Each program of a launch writes one partial norm. The launch chooses how many programs
+        # there are, so there is room for the most.
         smallest = min(each.span for each in CONFIGS)
         most = triton.cdiv(output.numel(), smallest)
         partials = torch.empty(most, dtype=torch.float64, device=output.device)

@@ -336,6 +336,7 @@ class Lane:
         """Its description, which names the mesh axis."""
         self.ranks = () if group is None else tuple(ranks_of(group) or ())
         """Its members, if torch.distributed has made it."""
+        # Collectives may be started by several threads, such as autograd's and the program's.
         self._lock = threading.Lock()
         self.worker = Worker()
         self._tag = 0

@@ -104,6 +104,8 @@ class GatherBudget:
 
     def fits(self, unit: Unit) -> bool:
         """Whether a unit can be gathered beside what is there or on its way."""
+        # Units that stay whole for a step are not counted: nothing that is given back makes room
+        # for them.
         live = sum(other.live_bytes for other in self._units if not other.stays_whole)
         return live + unit.gathered_bytes - unit.live_bytes <= self.limit
 
@@ -617,6 +619,7 @@ class Engine:
                     "back at its end: load before or after it"
                 )
             return
+        # A backward that raised is no backward that runs: a state may be saved after the exception.
         self.reducer.abandon_if_raised()
         if self.reducer.phase is BACKWARD:
             raise RuntimeError(
@@ -632,10 +635,13 @@ class Engine:
         before, self._all_whole = self._all_whole, True
         try:
             with ExitStack() as stack:
+                # Slots hold a few units at a time, and here all are whole at once.
                 if self.slots is not None:
                     stack.enter_context(self.slots.apart(self.units))
                 self._follow_users()
                 for unit in self.units:
+                    # The way back is noted before the gather: a gather that raises leaves no unit
+                    # whole.
                     stack.callback(unit.reshard)
                     unit.unshard()
                 yield

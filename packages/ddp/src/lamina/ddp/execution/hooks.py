@@ -468,6 +468,8 @@ class ModuleWatch:
         """Raise RuntimeError if an optimizer holds parameters that never have a gradient."""
         for settings in optimizer.param_groups:
             ids = list(map(id, settings["params"]))
+            # One set operation for all parameters, because this runs in every step. The name is
+            # looked for only where there is an error.
             if not self._computed_with.keys().isdisjoint(ids):
                 name = next(self._computed_with[key] for key in ids if key in self._computed_with)
                 raise RuntimeError(

@@ -71,6 +71,7 @@ def finalize_grads(
         >>> finalize_grads(model, mesh)
     """
     stages = _stages(modules)
+    # Sums over data-parallel ranks end first: the steps below read them.
     for stage in stages:
         finish = getattr(stage, "finish_grad_sync", None)
         if finish is not None:
@@ -78,6 +79,8 @@ def finalize_grads(
     groups = [
         group for stage in stages for group in groups_of(stage) if group.gradients is not None
     ]
+    # Every group is looked at before anything is summed, so an error leaves all gradients as they
+    # were.
     for group in groups:
         group.shown.follow_user()
         role = group.refs[0].role
@@ -146,6 +149,8 @@ def _refuse_data_parallel(gradients: Iterable[PlainGradient], mesh: ParallelMesh
             f"the mesh has {size} data-parallel ranks ({mesh!r}), and the modules are not "
             f"wrapped, so nobody sums their gradients over them: {remedy}"
         )
+    # Without data parallelism of the dense parameters, ranks may still hold copies of the same
+    # experts.
     size = mesh.axis("expert_dp").size
     if size > 1 and any(gradient.role.expert for gradient in gradients):
         raise ValueError(

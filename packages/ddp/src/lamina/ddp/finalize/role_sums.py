@@ -147,6 +147,7 @@ def _sum_here(copies: Sequence[AnyGradient]) -> None:
         return
     for gradient in copies:
         gradient.complete([True] * len(gradient.produced))
+    # The first copy collects the sum, so all copies end with the same bits.
     first, *others = copies
     for gradient in others:
         first.values.add_(gradient.values)
@@ -212,6 +213,7 @@ def _tied_axis(names: Iterable[str], mesh: ParallelMesh | DeviceMesh) -> MeshAxi
             )
     if axis is None or axis.size == 1:
         return None
+    # A stage without ties takes part too: the other one may hold copies that have no partner here.
     _refuse_other_ties(tied, axis, mesh.device_type)
     return axis if tied else None
 

@@ -353,6 +353,7 @@ class LocalGradients:
     def adopt(self, index: int, gradient: torch.Tensor) -> bool:
         """Make a layer's own gradient the buffer, if it is all that the buffer will hold."""
         group = self._group
+        # A view would keep alive what it is a view of, and other tensors may lie there too.
         alone = gradient.numel() == group.layout.size and gradient.is_contiguous()
         alone = alone and gradient.untyped_storage().nbytes() == gradient.nbytes
         fits = gradient.dtype == group.sum_dtype and not group.accumulates_in_main

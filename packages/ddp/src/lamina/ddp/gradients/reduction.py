@@ -208,6 +208,8 @@ class ReproducibleSum(RankSum):
     def _finish(self) -> Iterator[Handle]:
         total = self._sums.take()
         start, length = 0, self.main.layout.size
+        # Each axis of the sequence cuts what the one before has left. `main` may itself be a part
+        # of the whole, so its own beginning is subtracted.
         for axis, _, _ in self._sequence:
             length //= axis.size
             start += axis.rank * length
@@ -218,6 +220,7 @@ class ReproducibleSum(RankSum):
         else:
             own.copy_(total if self.scale is None else total.mul_(self.scale))
             self.scratch.give(total)
+        # Axes that cut no main gradients put their pieces together again, in the opposite order.
         for axis, _, cut in reversed(self._sequence):
             if not cut:
                 start -= axis.rank * length
@@ -292,6 +295,8 @@ def _over_axes(
         main: FlatBuffer, axes: DataParallelAxes, scale: float | None, scratch: ScratchBuffers
     ) -> RankSum:
         """Make the sum of one group."""
+        # The backend divides by the ranks of each axis. What is left of the scale is usually 1, and
+        # then nothing is multiplied.
         if averages:
             rest = (1.0 if scale is None else scale) * axes.size
             scale = None if rest == 1.0 else rest

@@ -476,6 +476,7 @@ class _States:
         buffer = FlatBuffer(
             self._layout, placements, dtype, device, axes, storage=storage, lazy=lazy
         )
+        # `pin_memory` returns a copy, and the buffer is made again around that one.
         if storage is None and self._settings.pinned:
             locked = buffer.data.pin_memory()
             buffer = FlatBuffer(self._layout, placements, dtype, device, axes, storage=locked)
@@ -504,6 +505,8 @@ def refuse_changed(group: ParameterGroup) -> None:
     group has no gradients, and a parameter wants some by now.
     """
     ref, main, buffer = group.refs[0], group.main_parameters[0], group.main_weights.data
+    # The first parameter stands for all: `.half()` and `.to()` change a whole module, and this is
+    # asked in every step.
     for parameter, dtype, device in (
         (ref.parameter, group.dtypes.weights, group.weights.full.device),
         (main, buffer.dtype, buffer.device),

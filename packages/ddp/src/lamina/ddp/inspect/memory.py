@@ -125,6 +125,8 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     groups = groups_of(module)
     trained = [group for group in groups if group.gradients is not None]
     gathering = [group for group in groups if not group.weights.local.is_whole]
+    # Whole weights that stay for a step add up. Of those that come and go, two units' are there at
+    # once: the one that computes and the next.
     kept = [group for group in gathering if group.weights.kept_for_step]
     coming = [group for group in gathering if not group.weights.kept_for_step]
     budgets = module.memory_budgets if isinstance(module, _HasBudgets) else MemoryBudgets()

@@ -116,6 +116,7 @@ def _reduced(group: ParameterGroup, microbatches: int) -> WireBytes:
     if name == "reproducible":
         return _reproduced(group, microbatches)
     times = microbatches if group.trained.cadence is Cadence.EVERY_MICROBATCH else 1
+    # What an axis cuts is left as a scatter, and what it keeps whole comes back in a gather.
     outer, inner = group.trained.main.cuts
     numel, wide = group.layout.size, torch.promote_types(dtypes.wire, torch.float32)
     if axes.outer.size == 1:

@@ -314,6 +314,8 @@ class HealthMonitor:
         return ", ".join(f"microbatch {at} has loss {losses[at]:.6g}" for at in chosen)
 
     def _compare(self, axes: Sequence[MeshAxis], device: torch.device) -> None:
+        # Ranks with other limits would judge the same step differently, and some would wait for
+        # steps that others leave out. Settings don't change, so they are compared once.
         if self._compared:
             return
         facts = [

@@ -354,6 +354,8 @@ def _weights_of(group: ParameterGroup, index: int) -> Iterator[tuple[FlatBuffer,
         return stop - start
 
     yield local, _Piece(f"weights of {name}", span(local), local.dtype.itemsize, settled)
+    # In one dtype and place the optimizer writes to the model's own memory: there is one copy to
+    # compare.
     if not shares_storage(main.data, local.data):
         what, itemsize = f"main weights of {name}", main.dtype.itemsize
         yield main, _Piece(what, span(main), itemsize, lambda: main.span_view(index))

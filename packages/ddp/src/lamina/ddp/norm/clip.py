@@ -184,6 +184,7 @@ def _total(
     everyone = whole_mesh(mesh)
     sums: dict[tuple[MeshAxis, ...], torch.Tensor] = {}
     if mesh is not None:
+        # A rank without shares sends the norm of nothing, because the others wait for its message.
         sums[everyone] = norm.empty(device)
     for share in shares:
         axes = share.axes if mesh is None else everyone

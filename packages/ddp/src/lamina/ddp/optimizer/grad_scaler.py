@@ -87,6 +87,8 @@ class _Answer:
 
     def __bool__(self) -> bool:
         optimizer = self._optimizer()
+        # Ranks along the data-parallel axes have the same gradients, and so the same answer. Others
+        # may differ, unless somebody has made them agree.
         alike = min([self._ranks, *(group.axes.size for group in self._borrowed.trained)])
         agreed = optimizer is not None and optimizer.__dict__.get(_AGREED, False)
         if alike < self._ranks and not agreed:

@@ -77,6 +77,7 @@ class Muon(Optimizer):
             )
         groups = _split(params) if isinstance(params, nn.Module) else list(params)
         groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
+        # What AdamW steps has a learning rate of its own, unless the group names one.
         rest = [{"lr": adamw_lr} if not g.get("orthogonalize", True) else {} for g in groups]
         defaults = {
             "lr": lr,
@@ -164,6 +165,7 @@ def _split(module: nn.Module) -> list[dict[str, Any]]:
     for name, path, _, parameter in owned:
         of_experts = parameter.ndim == 3 and role_of(parameter).expert
         of_experts = of_experts and min(parameter.shape[1:]) > 1  # a bias is a column
+        # A matrix of an embedding's shape may be a tied output head, whose rows belong to tokens.
         is_weight = parameter.ndim == 2 and name == "weight" and parameter.shape not in tables
         if of_experts or (is_weight and not re.search(_NO_MATRICES, path)):
             matrices[id(parameter)] = parameter
@@ -189,6 +191,8 @@ def step_matrices(optimizer: Optimizer, settings: Mapping[str, Any], orthogonal:
     """
     stepped = [p for p in settings["params"] if p.grad is not None]
     updates = []
+    # Momentum is computed element by element, so a part of a matrix is enough. Only what
+    # `orthogonal` computes needs whole matrices.
     for parameter in stepped:
         gradient = local_of(parameter.grad).to(parameter.dtype)
         buffer = local_of(_momentum(optimizer, parameter))

@@ -45,6 +45,8 @@ class _Leg(NamedTuple):
             """Elements that travel from a rank: of copies, the owner's own alone."""
             return self.lengths[job][rank] if job in self.cut or rank == self.owners[job] else 0
 
+        # A cut matrix comes together from all pieces. Of a copy one is enough, and the owner has
+        # it.
         here, owned = self.axis.rank, self._owned()
         sent = [[pieces[job][: used(job, here)] for job in jobs] for jobs in owned]
         sizes = [[used(job, rank) for job in owned[here]] for rank in range(self.axis.size)]

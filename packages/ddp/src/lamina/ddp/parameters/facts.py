@@ -75,6 +75,7 @@ def _parameter_facts(refs: Sequence[ParameterRef]) -> Iterator[Fact]:
     yield "number of parameters", str(len(refs))
     for index, ref in enumerate(refs):
         parameter, role = ref.parameter, ref.role
+        # A lazy parameter has no shape before its first forward.
         shape = "uninitialised" if is_lazy(parameter) else str(tuple(parameter.shape))
         frozen = "" if parameter.requires_grad else ", requires_grad=False"
         tied = f", in {len(ref.owners)} places" if len(ref.owners) > 1 else ""

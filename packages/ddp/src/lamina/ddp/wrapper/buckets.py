@@ -222,6 +222,7 @@ def registered_pool(
     refusal = registration_refusal(communicators, device)
     if refusal is not None:
         raise RegistrationError(refusal)
+    # Axes may share a group, and a group takes a pool once.
     return register_pool(
         list({id(group): group for group in communicators if group is not None}.values()), device
     )

@@ -109,6 +109,7 @@ class DistributedDataParallelConfig:
 
     def __post_init__(self) -> None:
         largest = self.check_for_large_grads
+        # True is an int, and would be a limit of 1.
         if isinstance(largest, bool) or (isinstance(largest, int | float) and not largest > 0):
             raise ValueError(
                 f"check_for_large_grads={largest} is no limit: give the "

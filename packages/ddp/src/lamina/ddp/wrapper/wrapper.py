@@ -607,6 +607,7 @@ def _axes(
     expert = None
     if isinstance(mesh, ParallelMesh):
         dense = data_parallel_axes(mesh, "dp_shard_cp", "dp_replicate")
+        # With one rank along each of these axes, experts lie over the ranks of all parameters.
         if mesh.layout.ep * mesh.layout.expert_tp * mesh.layout.tp > 1:
             expert = data_parallel_axes(mesh, "expert_dp", "dp_replicate", dense.size)
             expert = replace(expert, pieces=mesh.axis("expert_tp"))
@@ -633,6 +634,7 @@ def _axes_of_device_mesh(mesh: DeviceMesh) -> DataParallelAxes:
     names = mesh.mesh_dim_names or ()
     outer = "dp_replicate" if "dp_replicate" in names else None
     known: list[str] = [name for name in ("dp_shard", "dp") if name in names]
+    # Of a mesh of one dimension there is no doubt which one it is.
     if not known and outer is None:
         if len(names) != 1:
             raise ValueError(

@@ -286,6 +286,8 @@ def _mesh_for_torch(mesh: ParallelMesh | DeviceMesh) -> DeviceMesh:
                     "torch's FSDP2 takes all of its mesh for data-parallel: pass mesh['dp'] alone"
                 )
         return mesh
+    # A ParallelMesh knows what its other axes are for. FSDP2 takes a mesh of one dimension, or of
+    # two that are (replicate, shard).
     layout = mesh.layout
     if layout.tp * layout.ep * layout.expert_tp > 1:
         raise ValueError(

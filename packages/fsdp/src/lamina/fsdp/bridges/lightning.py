@@ -83,8 +83,11 @@ class LaminaStrategy(DDPStrategy):
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} takes no storage_options={storage_options!r}")
+        # The file name may hold a time of day, which differs between ranks.
         path = Path(self.broadcast(filepath))
         rest = dict(checkpoint)
+        # Tensors go through DCP, which writes every rank's shards. What is left is small and the
+        # same on all ranks.
         state = {"state_dict": rest.pop("state_dict")}
         if "optimizer_states" in checkpoint:
             rest["optimizer_states"] = []

@@ -117,6 +117,7 @@ def _shard_dim(mesh: Mesh, settings: ShardingSettings) -> Names:
         return settings.dp_shard_dim
     if isinstance(mesh, ParallelMesh):
         return "dp_shard_cp"
+    # What is left when replicas and tensor-parallel ranks are taken away can only be what shards.
     taken = {settings.tp_dim, *_names(settings.dp_outer_dim)}
     names = mesh.mesh_dim_names or ()
     free = [name for name in names if name not in taken]

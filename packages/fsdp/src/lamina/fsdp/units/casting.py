@@ -26,6 +26,7 @@ def check_patterns(module: nn.Module, settings: ShardingSettings) -> None:
     each = ((setting, names, pattern) for setting, globs, names in wanted for pattern in globs)
     for setting, names, pattern in each:
         if not fnmatch.filter(names, pattern):
+            # A few of the names show how they are written.
             some = ", ".join(names[:3]) or "none"
             raise ValueError(
                 f"{setting.format(pattern)} matches nothing in "

@@ -135,6 +135,7 @@ def _only(fresh: dict[int, torch.Tensor], root: nn.Module) -> Iterator[None]:
 
 def _children_first(plan: UnitPlan) -> list[nn.Module]:
     """The unit's modules in the order of `nn.Module.apply`."""
+    # Modules of other units inside this one are initialised with theirs.
     own = {id(module) for module in plan.own_modules()}
     ordered: dict[int, nn.Module] = {}
 
@@ -185,6 +186,8 @@ def _refuse_left(
         if names:
             where = ".".join(part for part in (name, path) if part) or "the root"
             why = "it has no reset_parameters()"
+            # The remedy differs: a module without the method needs one, and one that has it must
+            # write more.
             if _own_initialisation(module) is not None:
                 why = "its reset_parameters() left them alone"
             raise ValueError(

@@ -44,6 +44,7 @@ def check_offload(settings: ShardingSettings, device: torch.device, axes: DataPa
             "offload_policy=CPUOffloadPolicy() keeps weights on the host, and this strategy keeps "
             "them whole on the device: use zero_dp_strategy=3"
         )
+    # On a CPU shards lie on the host already, and every group reaches them.
     for group in axes.groups("gather") if device.type != "cpu" else ():
         if host_device([group], device).type != "cpu":
             raise UnavailableError(

@@ -27,7 +27,7 @@ from lamina.collectives.call.collective import issue
 from lamina.collectives.engine import CommonFacts
 from lamina.collectives.transport.lanes import lane_of
 from lamina.ddp.parameters.facts import OptimizerAgreement
-from lamina.mesh.watchdog import Watchdog
+from lamina.mesh.watching.watchdog import Watchdog
 
 
 def thread_share(neighbours: int, seconds: float) -> float:

@@ -215,7 +215,7 @@ BUGS = [
 
 # A group of the same size as the right one, over other ranks, if the mesh has one.
 OTHER = (
-    "next((g for (_, r), g in __import__('lamina.mesh.process_groups', fromlist=['x'])"
+    "next((g for (_, r), g in __import__('lamina.mesh.groups.process_groups', fromlist=['x'])"
     ".current_world().groups.items() if len(r) == {0}.size() and list(r) != "
     "__import__('torch').distributed.get_process_group_ranks({0})), {0})"
 )

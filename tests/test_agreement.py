@@ -30,8 +30,8 @@ from lamina.fsdp import (
 )
 from lamina.mesh import ParallelLayout, mark
 from lamina.mesh.errors import LayoutError
-from lamina.mesh.parallel_mesh import _require_same
-from lamina.mesh.process_groups import current_world
+from lamina.mesh.groups.parallel_mesh import _require_same
+from lamina.mesh.groups.process_groups import current_world
 
 
 @contextmanager

@@ -29,11 +29,11 @@ from lamina.collectives import compat as of_collectives
 from lamina.ddp import compat as of_ddp
 from lamina.fsdp import compat as of_fsdp
 from lamina.mesh import init_distributed
-from lamina.mesh.process_groups import fake_store
+from lamina.mesh.groups.process_groups import fake_store
 from lamina.models import compat as of_models
 
 # Where a layer says the private names of torch that it uses.
-HOME = dict.fromkeys(LAYERS, "compat.py") | {"mesh": "process_groups.py"}
+HOME = dict.fromkeys(LAYERS, "compat.py") | {"mesh": "groups/process_groups.py"}
 ALLOWED = {
     # The base class of a stage. Its module takes a second to import, which only pipelines pay.
     ("models/pipelining/stage.py", "torch.distributed.pipelining.stage._PipelineStageBase"),

@@ -3,7 +3,7 @@
 Such a thread may drop the last reference to a tensor while the interpreter ends, and then the
 process aborts, now and then, on a busy machine. So the threads are counted, and nothing is left to
 chance. Each case makes what a program would, keeps everything that it was given, and destroys the
-groups. See Note [Nothing of ours holds a group] in lamina.mesh.process_groups.
+groups. See Note [Nothing of ours holds a group] in lamina.mesh.groups.process_groups.
 """
 
 from __future__ import annotations

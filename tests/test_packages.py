@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tasks.torches import in_range, lowest_bounds, range_of_tree, supported
 
-from lamina.mesh.doctor import TORCH_SUPPORTED
+from lamina.mesh.launching.doctor import TORCH_SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")

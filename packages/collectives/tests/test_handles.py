@@ -275,7 +275,7 @@ def test_a_collective_that_fails_names_the_rank_that_has_left_and_why(
     asynchronous, ranks, monkeypatch
 ):
     # gloo notices late that the other rank has gone, whose process lives on here.
-    monkeypatch.setattr("lamina.mesh.watchdog._PATIENCE", 60.0)
+    monkeypatch.setattr("lamina.mesh.watching.watchdog._PATIENCE", 60.0)
     runtime = init_distributed()
     axis = ParallelLayout().build().axis("dp")
     whole, piece = torch.zeros(2), torch.ones(1)

@@ -27,7 +27,7 @@ from lamina.collectives.reduction import ordered
 from lamina.collectives.reduction.codec import Wire
 from lamina.mesh import ParallelLayout, make_host_groups
 from lamina.mesh.engine import split_over_hosts
-from lamina.mesh.process_groups import default_store
+from lamina.mesh.groups.process_groups import default_store
 from lamina_testing import device_type
 from lamina_testing.netns import shaped_link, unavailable
 

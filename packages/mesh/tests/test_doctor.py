@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lamina.mesh import check_environment
-from lamina.mesh.doctor import main, report
 from lamina.mesh.engine import Machine, environment
+from lamina.mesh.launching.doctor import main, report
 
 CPU = Machine(
     torch_version="2.13.0+cpu",
@@ -215,5 +215,5 @@ def test_a_machine_without_ipv4_can_be_inspected(monkeypatch: pytest.MonkeyPatch
     def refuse(*_: object) -> None:
         raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
 
-    monkeypatch.setattr("lamina.mesh.doctor.socket.socket", refuse)
+    monkeypatch.setattr("lamina.mesh.launching.doctor.socket.socket", refuse)
     assert Machine.inspect().address is None

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lamina.mesh import ParallelLayout, ParallelMesh, hosts, init_distributed, make_host_groups
+from lamina.mesh import ParallelLayout, ParallelMesh, init_distributed, make_host_groups
 from lamina.mesh.engine import (
     EnvironmentVariableError,
     host_groups,
@@ -15,6 +15,7 @@ from lamina.mesh.engine import (
     ranks_per_host,
     split_over_hosts,
 )
+from lamina.mesh.groups import hosts
 from lamina_testing import device_type
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lamina.mesh.engine import EnvironmentVariableError, environment
-from lamina.mesh.launch import Launch, first_host, read_launch
+from lamina.mesh.launching.launch import Launch, first_host, read_launch
 
 TORCHRUN = {
     "RANK": "5",

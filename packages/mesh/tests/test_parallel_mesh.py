@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from lamina.mesh import AxisError, ParallelLayout, init_distributed
 from lamina.mesh.engine import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, GroupCreationError, mesh_axis
-from lamina.mesh.process_groups import current_world, group_of
+from lamina.mesh.groups.process_groups import current_world, group_of
 from lamina_testing import device_type
 from lamina_testing.parametrization import needs_torch
 from lamina_testing.work import executed_by

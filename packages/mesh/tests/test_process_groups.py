@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from lamina.mesh import init_distributed, process_groups
-from lamina.mesh.process_groups import (
+from lamina.mesh import init_distributed
+from lamina.mesh.groups import process_groups
+from lamina.mesh.groups.process_groups import (
     GroupRef,
     World,
     ends_with_groups,

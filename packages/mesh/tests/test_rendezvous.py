@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import Store, TCPStore
 
 from lamina.mesh import RendezvousError
-from lamina.mesh.launch import Launch
-from lamina.mesh.rendezvous import agree_on_attempt, open_store
+from lamina.mesh.launching.launch import Launch
+from lamina.mesh.launching.rendezvous import agree_on_attempt, open_store
 
 TIMEOUT = timedelta(seconds=20)
 

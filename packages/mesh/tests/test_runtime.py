@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lamina.mesh import HarmfulSettingWarning, ParallelLayout, init_distributed
 from lamina.mesh.engine import EnvironmentVariableError
-from lamina.mesh.watchdog import EXIT_STATUS, end_process
+from lamina.mesh.watching.watchdog import EXIT_STATUS, end_process
 from lamina_testing import device_type
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
@@ -42,7 +42,7 @@ def test_without_a_launcher_a_world_of_one_starts_and_ends() -> None:
 def test_the_timeout_reaches_the_groups_that_are_made_later() -> None:
     with init_distributed("fake", world_size=4, timeout=12.0):
         ParallelLayout(tp=2).build(device_type())
-        from lamina.mesh.process_groups import current_world
+        from lamina.mesh.groups.process_groups import current_world
 
         assert current_world().timeout == timedelta(seconds=12)
     with pytest.raises(ValueError, match="timeout=-1"):

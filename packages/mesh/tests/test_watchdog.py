@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 import lamina.mesh
 from lamina.mesh import init_distributed
 from lamina.mesh.engine import Activity, Wait, running_watchdog
-from lamina.mesh.waits import _FOREIGN, Report, verdict
-from lamina.mesh.watchdog import Watchdog
+from lamina.mesh.watching.waits import _FOREIGN, Report, verdict
+from lamina.mesh.watching.watchdog import Watchdog
 
 
 def eventually(condition, seconds=50.0):
@@ -153,8 +153,8 @@ def test_a_rank_that_is_stuck_ends_its_saves_before_its_process(tmp_path, monkey
         order.append(status)
         over.set()
 
-    monkeypatch.setattr("lamina.mesh.watchdog.os._exit", end)
-    monkeypatch.setattr("lamina.mesh.watchdog._PATIENCE", 0.2)
+    monkeypatch.setattr("lamina.mesh.watching.watchdog.os._exit", end)
+    monkeypatch.setattr("lamina.mesh.watching.watchdog._PATIENCE", 0.2)
     watchdog = Watchdog(HashStore(), 0, 2, 0.4, tmp_path)
     watchdog.before_end = lambda: order.append("saves")
     watchdog.lost = "rank 1 is gone: planted"
@@ -170,8 +170,8 @@ def test_a_rank_that_is_stuck_ends_its_saves_before_its_process(tmp_path, monkey
 def two_hosts(tmp_path, monkeypatch):
     """Watchdogs of two ranks that do not see each other's processes."""
     names = iter("ab")
-    monkeypatch.setattr("lamina.mesh.host_watch._host_name", lambda: next(names))
-    monkeypatch.setattr("lamina.mesh.host_watch.BEAT", 0.1)
+    monkeypatch.setattr("lamina.mesh.watching.host_watch._host_name", lambda: next(names))
+    monkeypatch.setattr("lamina.mesh.watching.host_watch.BEAT", 0.1)
     store = HashStore()
     dogs = [Watchdog(store, rank, 2, 0.4, tmp_path) for rank in (0, 1)]
     for dog in dogs:
@@ -324,7 +324,8 @@ def test_a_wait_in_torchs_own_collective_is_named_and_ends_with_the_job(
     call, ranks, monkeypatch, tmp_path
 ):
     """An evaluation on the first rank alone, while the other one waits for its result."""
-    monkeypatch.setattr("lamina.mesh.watchdog._PATIENCE", 60.0)  # it would end this process
+    # It would end this process.
+    monkeypatch.setattr("lamina.mesh.watching.watchdog._PATIENCE", 60.0)
     calls = {
         "broadcast": lambda: dist.broadcast(torch.zeros(3), 0),
         "barrier": dist.barrier,

@@ -2,7 +2,7 @@
 
 import sys
 
-from lamina.mesh.doctor import main
+from lamina.mesh.launching.doctor import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,19 +1,17 @@
 """What the layers above build on: axes of any mesh, environment, roles, random streams, words."""
 
 from lamina.mesh.arguments import check_arguments, check_fields, setting, translates
-from lamina.mesh.axis import MeshAxis, axis_if_there, mesh_axis, named_mesh
-from lamina.mesh.doctor import EnvironmentProblem, Machine
 from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError
-from lamina.mesh.host_watch import host_words
-from lamina.mesh.hosts import host_groups, host_runs, ranks_per_host, split_over_hosts
-from lamina.mesh.parallel_mesh import (
+from lamina.mesh.groups.axis import MeshAxis, axis_if_there, mesh_axis, named_mesh
+from lamina.mesh.groups.hosts import host_groups, host_runs, ranks_per_host, split_over_hosts
+from lamina.mesh.groups.parallel_mesh import (
     DENSE_AXES,
     DERIVED_AXES,
     EXPERT_AXES,
     MODEL_AXES,
     aligned,
 )
-from lamina.mesh.process_groups import (
+from lamina.mesh.groups.process_groups import (
     GroupRef,
     ends_before_groups,
     ends_with_groups,
@@ -22,10 +20,12 @@ from lamina.mesh.process_groups import (
     ranks_of,
     running_watchdog,
 )
+from lamina.mesh.launching.doctor import EnvironmentProblem, Machine
+from lamina.mesh.launching.variables import Environment, environment, require_overlap
 from lamina.mesh.rng import Seeded, recompute_contexts, require_stream
 from lamina.mesh.roles import copy_role, copy_roles
-from lamina.mesh.variables import Environment, environment, require_overlap
-from lamina.mesh.waits import Activity, Wait
+from lamina.mesh.watching.host_watch import host_words
+from lamina.mesh.watching.waits import Activity, Wait
 
 __all__ = [
     "DENSE_AXES",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.mesh.parallel_mesh import ParallelMesh
+from lamina.mesh.groups.parallel_mesh import ParallelMesh
 
 _TENSOR_AXES = ("tp", "expert_tp")
 _SET_STATE = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}

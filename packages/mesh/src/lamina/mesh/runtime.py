@@ -13,11 +13,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from lamina.mesh.doctor import settings_problems
 from lamina.mesh.errors import EnvironmentVariableError
-from lamina.mesh.hosts import agree_on_hosts
-from lamina.mesh.launch import Launch, read_launch
-from lamina.mesh.process_groups import (
+from lamina.mesh.groups.hosts import agree_on_hosts
+from lamina.mesh.groups.process_groups import (
     PATIENCE,
     GroupRef,
     current_world,
@@ -25,9 +23,11 @@ from lamina.mesh.process_groups import (
     fake_store,
     group_ref,
 )
-from lamina.mesh.rendezvous import open_store
-from lamina.mesh.variables import Environment, environment
-from lamina.mesh.watchdog import Watchdog, end_process
+from lamina.mesh.launching.doctor import settings_problems
+from lamina.mesh.launching.launch import Launch, read_launch
+from lamina.mesh.launching.rendezvous import open_store
+from lamina.mesh.launching.variables import Environment, environment
+from lamina.mesh.watching.watchdog import Watchdog, end_process
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 

@@ -32,7 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh.errors import GroupCreationError
-from lamina.mesh.watchdog import Watchdog
+from lamina.mesh.watching.watchdog import Watchdog
 
 Group: TypeAlias = dist.ProcessGroup
 T = TypeVar("T")

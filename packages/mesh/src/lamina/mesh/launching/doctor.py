@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from lamina.mesh.errors import EnvironmentVariableError
-from lamina.mesh.launch import read_launch
-from lamina.mesh.variables import Environment, environment
+from lamina.mesh.launching.launch import read_launch
+from lamina.mesh.launching.variables import Environment, environment
 
 Severity = Literal["error", "warning", "note"]
 _ORDER = {"error": 0, "warning": 1, "note": 2}

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.mesh.axis import MeshAxis, check_axis_names
 from lamina.mesh.errors import AxisError, LayoutError
-from lamina.mesh.hosts import make_host_groups, ranks_per_host
-from lamina.mesh.process_groups import (
+from lamina.mesh.groups.axis import MeshAxis, check_axis_names
+from lamina.mesh.groups.hosts import make_host_groups, ranks_per_host
+from lamina.mesh.groups.process_groups import (
     current_world,
     default_store,
     group_of,

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from lamina.mesh.errors import EnvironmentVariableError
-from lamina.mesh.variables import Environment
+from lamina.mesh.launching.variables import Environment
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from itertools import compress, pairwise
 import torch.distributed as dist
 
 from lamina.mesh.errors import EnvironmentVariableError
-from lamina.mesh.host_watch import host_words
-from lamina.mesh.process_groups import (
+from lamina.mesh.groups.process_groups import (
     GroupRef,
     HostRuns,
     current_world,
@@ -32,7 +31,8 @@ from lamina.mesh.process_groups import (
     group_of,
     ranks_of,
 )
-from lamina.mesh.variables import environment
+from lamina.mesh.launching.variables import environment
+from lamina.mesh.watching.host_watch import host_words
 
 
 def _host_name(rank: int) -> str:

@@ -19,7 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from lamina.mesh.errors import RendezvousError
-from lamina.mesh.launch import Launch
+from lamina.mesh.launching.launch import Launch
 
 
 def open_store(launch: Launch, timeout: timedelta) -> Store:

@@ -66,7 +66,7 @@ class HostWatch:
     def silent_host(self, limit: float) -> str | None:
         """Count for this host; the next one in words, if it has not counted for `limit` seconds.
 
-        See Note [A host that is silent] in `lamina.mesh.watchdog`.
+        See Note [A host that is silent] in `lamina.mesh.watching.watchdog`.
         """
         now = time.monotonic()
         if now < self._next_beat or self.alone:

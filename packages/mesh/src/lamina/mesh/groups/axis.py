@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh.errors import AxisError
-from lamina.mesh.hosts import make_host_groups
-from lamina.mesh.process_groups import GroupRef, group_of, group_ref, live_group, watch_mesh
+from lamina.mesh.groups.hosts import make_host_groups
+from lamina.mesh.groups.process_groups import GroupRef, group_of, group_ref, live_group, watch_mesh
 
 MeshT = TypeVar("MeshT")
 

@@ -36,8 +36,8 @@ from typing import Any, cast
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its stubs
 
-from lamina.mesh.host_watch import BEAT, HostWatch, text_of
-from lamina.mesh.waits import Activity, Alarms, OwnWaits
+from lamina.mesh.watching.host_watch import BEAT, HostWatch, text_of
+from lamina.mesh.watching.waits import Activity, Alarms, OwnWaits
 
 EXIT_STATUS = 70
 """Exit status of a rank that waited for one that is gone, until the watchdog ended it."""

@@ -1,0 +1,1 @@
+"""Process groups, hosts, and the mesh of named axes over them."""

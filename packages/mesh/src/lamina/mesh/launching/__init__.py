@@ -1,0 +1,1 @@
+"""How this process was started: its variables, its launcher, its machine, the meeting of ranks."""

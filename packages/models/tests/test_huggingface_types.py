@@ -167,6 +167,11 @@ def tokens_of() -> torch.Tensor:
     return torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
+# Two programs' logits in fp32 differ by rounding, which differs from CPU to CPU: 1e-6 on one, and
+# 2.1e-6 on another. A weight that is lost or misread moves them by 1e-3 and more.
+ROUNDING = 5e-6
+
+
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
 
@@ -177,7 +182,7 @@ def check_exact(kind: str, folder: Path) -> None:
     theirs = live(kind)
     expected = theirs(tokens_of()).logits
     model = from_huggingface(theirs).eval()
-    assert distance(model(tokens_of()), expected) < 2e-6
+    assert distance(model(tokens_of()), expected) < ROUNDING
     theirs.save_pretrained(folder)
     from_files = from_huggingface(folder)
     for (name, ours), other in zip(model.state_dict().items(), from_files.state_dict().values(),
@@ -198,7 +203,7 @@ def check_exact(kind: str, folder: Path) -> None:
     assert not unexpected
     assert set(missing) <= {"lm_head.weight", "output_projection.weight"}  # tied heads
     again.tie_weights()
-    assert distance(again(tokens_of()).logits, expected) < 2e-6
+    assert distance(again(tokens_of()).logits, expected) < ROUNDING
 
 
 @pytest.mark.parametrize("kind", list(A_PART_EACH))
@@ -237,7 +242,7 @@ def test_published_files_of_gpt_oss_in_mxfp4_are_read(tmp_path):
     written = json.loads((tmp_path / "config.json").read_text())
     written["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "config.json").write_text(json.dumps(written))
-    assert distance(from_huggingface(tmp_path).eval()(tokens_of()), expected) < 2e-6
+    assert distance(from_huggingface(tmp_path).eval()(tokens_of()), expected) < ROUNDING
 
 
 def test_the_clamped_gate_is_that_of_gpt_oss():

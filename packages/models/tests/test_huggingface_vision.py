@@ -26,7 +26,7 @@ from .test_tensor_parallel import check_alike
 
 transformers = pytest.importorskip("transformers")
 
-from .test_huggingface_types import distance  # noqa: E402 - it needs transformers too
+from .test_huggingface_types import ROUNDING, distance  # noqa: E402 - it needs transformers too
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -87,7 +87,7 @@ def check_exact(kind: str, folder: Path) -> None:
     model = vision_language_from_huggingface(theirs).eval()
     tokens, pixels = inputs_of(model)
     expected = logits_of(theirs, tokens, pixels)
-    assert distance(model(tokens, pixels), expected) < 2e-6
+    assert distance(model(tokens, pixels), expected) < ROUNDING
     theirs.save_pretrained(folder)
     from_files = vision_language_from_huggingface(folder)
     for (name, ours), other in zip(model.state_dict().items(), from_files.state_dict().values(),
@@ -108,7 +108,7 @@ def check_exact(kind: str, folder: Path) -> None:
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
     again.tie_weights()
-    assert distance(logits_of(again, tokens, pixels), expected) < 2e-6
+    assert distance(logits_of(again, tokens, pixels), expected) < ROUNDING
 
 
 FEW = ("llava", "smolvlm", "aya_vision")

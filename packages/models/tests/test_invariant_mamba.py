@@ -14,7 +14,6 @@ from lamina.models import MambaConfig, TransformerConfig
 from lamina.models.attention import AttentionContext
 from lamina.models.base.mesh_axes import axis_of
 from lamina.models.bisection.pieces import Share, parameter_piece
-from lamina.models.invariance.convolution import fixed_convolution
 from lamina.models.invariance.fixed_sums import fix_sums
 from lamina.models.invariance.row_functions import (
     below_last,
@@ -27,6 +26,7 @@ from lamina.models.invariance.row_functions import (
 )
 from lamina.models.invariance.token_sums import TokenCut, TokenSum
 from lamina.models.mamba.block import MambaMixer
+from lamina.models.mamba.convolution import fixed_convolution
 
 from .test_invariant_sums import by_tree, chain, numbers, single
 

@@ -29,7 +29,8 @@ from lamina.models.decoder.layer_stack import ResidualBlock, TransformerBlock
 from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.mlp import ActivationFunction
 from lamina.models.layers.norms import LayerNorm, RMSNorm
-from lamina.models.mamba.block import CausalConvolution, GatedNorm, StateSpaceScan
+from lamina.models.mamba.block import GatedNorm, StateSpaceScan
+from lamina.models.mamba.convolution import CausalConvolution
 from lamina.models.mamba.delta_net import DeltaRule, GatedHeadNorm
 from lamina.models.moe.router import TopKRouter
 from lamina.models.precision.fp8_products import Float8Products, replaying_scales

@@ -19,7 +19,7 @@ from lamina.models.bisection.pieces import Share
 from lamina.models.compat import current_graph_task_id
 from lamina.models.layers.linear import ColumnParallelLinear
 from lamina.models.layers.mlp import ActivationFunction
-from lamina.models.mamba.block import CausalConvolution
+from lamina.models.mamba.convolution import CausalConvolution
 from lamina.models.moe.experts import GroupedExperts
 
 What = Literal[

@@ -16,13 +16,12 @@ from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.initialise import fill, uniform
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.base.weight_link import WeightLink
-from lamina.models.invariance.convolution import fixed_convolution
 from lamina.models.invariance.fixed_sums import FixedSums
 from lamina.models.invariance.products import row_sum
 from lamina.models.invariance.row_functions import scale_rows, softplus, times_vector
 from lamina.models.invariance.token_sums import ACTIVATIONS, TokenSum, add_vector
 from lamina.models.layers.linear import from_residual, into_residual
-from lamina.models.layers.matmul_products import under_autocast
+from lamina.models.mamba.convolution import CausalConvolution
 from lamina.models.mamba.scan import (
     choose_path,
     chunked_scan,
@@ -33,72 +32,6 @@ from lamina.models.mamba.scan import (
 
 _silu = ACTIVATIONS["silu"]
 """`F.silu`, for sums in the order of the model."""
-
-
-class CausalConvolution(FixedSums, nn.Module):
-    """A causal convolution of each channel over the last `taps` tokens, then SiLU if `activated`.
-
-    `weight` is `[channels, 1, taps]` as in `nn.Conv1d`; the last tap is that of the token itself.
-    `blocks` are the numbers of channels, over all ranks of the axis, of x, B and C, each of which
-    is cut separately.
-    """
-
-    def __init__(
-        self,
-        blocks: tuple[int, ...],
-        taps: int,
-        axis: MeshAxis | None,
-        *,
-        bias: bool,
-        activated: bool = True,
-    ) -> None:
-        super().__init__()
-        self.activated = activated
-        self.axis = axis
-        self.blocks = blocks
-        self.init_seed: int | None = None
-        channels = sum(require_divisible("channels", block, axis) for block in blocks)
-        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weight as `nn.Conv1d` does, set the bias to zero; mark their roles."""
-        if self.axis is not None:
-            for parameter in (self.weight, self.bias):
-                if parameter is not None:
-                    mark(parameter, tp_shard_dim=0, tp_blocks=self.blocks)
-        bound = 1.0 / math.sqrt(self.weight.shape[-1])
-        draw = uniform(-bound, bound)
-        fill(self.weight, draw, self.init_seed, self.axis, blocks=self.blocks)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
-        """`[batch, sequence, channels]` to the same, within each document of `runs`."""
-        if self.tokens is not None:
-            total = TokenSum(self.tokens.of(x))
-            y = fixed_convolution(x, self.weight, runs, total)
-            return _silu(y if self.bias is None else add_vector(y, self.bias, total)).to(x.dtype)
-        x, weight, bias = under_autocast(x, self.weight, self.bias)
-        taps, length = weight.shape[-1], x.shape[1]
-        padded = F.pad(x, (0, 0, taps - 1, 0))
-        y = x * weight[:, 0, -1]
-        for tap in range(taps - 1):
-            term = padded[:, tap : tap + length] * weight[:, 0, tap]
-            if runs is not None:
-                before = F.pad(runs, (taps - 1 - tap, 0), value=-1)[:, :length]
-                term = term * (before == runs).unsqueeze(-1)
-            y = y + term
-        y = y if bias is None else y + bias
-        return F.silu(y) if self.activated else y
-
-    def step(self, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute one token `[batch, channels]`, given `window [batch, taps - 1, channels]`."""
-        inputs = torch.cat((window, x.unsqueeze(1)), dim=1)
-        y = (inputs * self.weight[:, 0].t()).sum(dim=1)
-        y = y if self.bias is None else y + self.bias
-        return F.silu(y) if self.activated else y, inputs[:, 1:]
 
 
 class StateSpaceScan(FixedSums, nn.Module):

@@ -24,7 +24,8 @@ from lamina.models.base.initialise import fill, uniform
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.base.weight_link import WeightLink
 from lamina.models.layers.linear import from_residual, into_residual
-from lamina.models.mamba.block import CausalConvolution, before_softplus
+from lamina.models.mamba.block import before_softplus
+from lamina.models.mamba.convolution import CausalConvolution
 from lamina.models.mamba.delta_rule import chunked_delta_rule, delta_step
 
 

@@ -11,7 +11,7 @@ from lamina.models.base.config import AttentionVariant, TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.base.weight_link import WeightLink
 from lamina.models.layers.linear import from_residual, into_residual
-from lamina.models.mamba.block import CausalConvolution
+from lamina.models.mamba.convolution import CausalConvolution
 
 
 @dataclass(frozen=True, kw_only=True)

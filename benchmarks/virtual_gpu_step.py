@@ -361,7 +361,7 @@ class Place:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of all rows."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
 
 
 def fsdp2(model: Llama, place: Place, settings: dict[str, object]) -> Engine:
@@ -603,6 +603,19 @@ def of_step(step: Callable[[], None]) -> dict[str, object]:
     }
 
 
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """Take two steps, capture a third into one CUDA graph, and return what replays it."""
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(2):
+        step()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        step()
+    torch.cuda.empty_cache()  # what only the first two steps needed
+    torch.cuda.reset_peak_memory_stats()
+    graph.replay()
+    return graph.replay
+
+
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean loss of `[batch, tokens, vocabulary]`, in float32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels)
@@ -652,8 +665,11 @@ def measure(
         if words.fp8:
             scales_of_fp8(engine)
 
-    for _ in range(2):
-        step()
+    if words.graph:
+        step = captured(step)
+    else:
+        for _ in range(2):
+            step()
     exposed = Exposed(model) if words.units else None
 
     def watched() -> None:
@@ -692,6 +708,7 @@ def words_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recompute", nargs="?", const="full", choices=("full", "selective"))
     parser.add_argument("--fp8", action="store_true", help="products of blocks by torchao")
     parser.add_argument("--compiled", action="store_true", help="compile each block")
+    parser.add_argument("--graph", action="store_true", help="replay a step in one CUDA graph")
     parser.add_argument("--units", action="store_true", help="exposed seconds of each unit too")
     parser.add_argument("--settings", default="{}", help="further arguments of the engine, as JSON")
     parser.add_argument("--compiled-loss", action="store_true")
@@ -712,6 +729,8 @@ def main() -> None:
     os.environ.update({name: str(value) for name, value in local.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577")
     torch.cuda.set_device(0)
+    if words.graph:
+        torch.cuda.set_stream(torch.cuda.Stream())  # nothing is captured on the default stream
     backend = "cpu:fake,cuda:nccl"
     # A group that is bound to a device makes others by splitting, and NCCL's stand-in does not know
     # how many ranks a part has.

@@ -22,7 +22,7 @@ CASES = {
     "norms": ("clipped", "fused, clipped"),
     "microbatches": ("microbatches", "microbatches, 1"),
     "recomputation": ("full", "selective"),
-    "others": ("tp", "native", "slots", "a rate in a tensor"),
+    "others": ("tp", "native", "slots", "a rate in a tensor", "elsewhere"),
 }
 
 

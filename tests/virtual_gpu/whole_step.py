@@ -50,6 +50,8 @@ class Case:
     tp: int = 1
     rate: bool = False
     """The rate is a tensor, and another one in each step."""
+    elsewhere: bool = False
+    """The model is wrapped on another stream than that of the steps."""
 
 
 CASES = {
@@ -64,6 +66,7 @@ CASES = {
     "selective": Case(recompute="selective"),
     "tp": Case(0, tp=2),
     "a rate in a tensor": Case(rate=True),
+    "elsewhere": Case(elsewhere=True),
     "native": Case(settings={"reduction": "native"}),
     "slots": Case(settings={"fsdp_double_buffer": True, "cuda_graph_mode": True}),
 }
@@ -110,7 +113,7 @@ class Run:
         return total
 
     def losses(self, *, captured: bool) -> Iterator[float]:
-        side, graph, loss = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.zeros(())
+        graph, loss = torch.cuda.CUDAGraph(), torch.zeros(())
         rank = 0 if self.case.tp > 1 else dist.get_rank()
         for number in range(WARMUP + REPLAYS + AFTER):
             draws = torch.Generator().manual_seed(100 * number + rank)
@@ -118,28 +121,28 @@ class Run:
             self.text.copy_(torch.randint(0, 64, self.text.shape, generator=draws))
             if captured and WARMUP <= number < WARMUP + REPLAYS:
                 if number == WARMUP:
-                    with torch.cuda.graph(graph, stream=side):
+                    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                         loss = self.step()
                 graph.replay()
             else:
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    loss = self.step()
-                torch.cuda.current_stream().wait_stream(side)
+                loss = self.step()
             yield loss.item()
 
 
 def main(names: list[str]) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Lamina holds the leaves of autograd's graph, which were made on the default stream.
-    torch.autograd.graph.set_override_stale_capture_stream(True)
+    torch.cuda.set_stream(torch.cuda.Stream())  # nothing is captured on the default stream
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     differing = []
     for name in names:
         results = []
+        elsewhere = CASES[name].elsewhere
+        # Lamina holds the leaves of autograd's graph, with the stream on which a model is wrapped.
+        torch.autograd.graph.set_override_stale_capture_stream(elsewhere)
         for captured in (False, True):
-            run = Run(CASES[name])
+            with torch.cuda.stream(torch.cuda.default_stream() if elsewhere else None):
+                run = Run(CASES[name])
             losses = list(run.losses(captured=captured))
             results.append((losses, {n: p.cpu() for n, p in full_parameters(run.model).items()}))
         (plain, wanted), (replayed, parameters) = results

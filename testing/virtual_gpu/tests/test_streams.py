@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -144,6 +146,35 @@ class TestGraphs:
         virtual_gpu.reset()
         graph.replay()
         assert virtual_gpu.record().replayed_launches == 1
+
+    def test_a_replay_takes_as_long_as_the_same_work_on_its_streams(self):
+        side, x = torch.cuda.Stream(), torch.empty(4096, 4096, device="cuda")
+        pinned, copy = torch.empty(1 << 26).pin_memory(), torch.empty(1 << 26, device="cuda")
+
+        def work() -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                copy.copy_(pinned, non_blocking=True)
+            for _ in range(8):
+                torch.mm(x, x)
+            torch.cuda.current_stream().wait_stream(side)
+            torch.mm(x, x)
+
+        def seconds(act: Callable[[], None]) -> float:
+            torch.cuda.synchronize()
+            begun = virtual_gpu.now()
+            act()
+            torch.cuda.synchronize()
+            return virtual_gpu.now() - begun
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        assert seconds(graph.replay) == pytest.approx(seconds(work), rel=0.02)
+        # The products and the copy go on at once, so both together take less than their sum.
+        alone = seconds(lambda: copy.copy_(pinned, non_blocking=True))
+        products = seconds(lambda: [torch.mm(x, x) for _ in range(9)])
+        assert seconds(graph.replay) < 0.9 * (alone + products)
 
     def test_an_event_from_outside_cannot_be_waited_for_within(self):
         outside = torch.cuda.Event()

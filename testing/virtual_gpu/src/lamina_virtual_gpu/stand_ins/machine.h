@@ -159,15 +159,22 @@ struct Captured {
   Work work;
   Accesses accesses;
 };
+// What the clock knows of a piece of captured work.
+struct Piece {
+  Times seconds;
+  bool fills;                  // whether it wants the whole device
+  std::vector<size_t> before;  // the pieces that it comes after
+  struct ::Stream *lane;       // stands for the stream that it was captured on
+};
 struct Capture {
   uint64_t number = 0;
   int mode = kGlobal;
   bool broken = false;
   struct ::Stream *origin = nullptr;
-  std::vector<std::vector<size_t>> before;  // for each piece of work, what it comes after
+  std::vector<Piece> pieces;  // in the order of the host's calls, as `work`
+  std::map<struct ::Stream *, struct ::Stream *> lanes;
   std::vector<Kernel *> kernels;
-  std::vector<Captured> work;  // in the order of the host's calls
-  Times seconds;
+  std::vector<Captured> work;
 };
 
 }  // namespace virtual_gpu

@@ -135,18 +135,20 @@ static double end_of_filling(Stream *stream, size_t set, double start, double se
   return end;
 }
 
-Times enqueue(Stream *handle, const Times &seconds, Kernel *kernel, bool fills) {
-  LOCKED;
-  Stream *stream = stream_of(handle);
-  stream->work++, given++;
-  if (stream->capture) {
-    Capture &capture = *stream->capture;
-    capture.before.push_back(stream->frontier);
-    stream->frontier = {capture.before.size() - 1};
-    capture.seconds = capture.seconds + seconds;
-    if (kernel) capture.kernels.push_back(kernel);
-    return {};
+// A replay must not move the streams of the capture, which may have other work by then. So each has a stand-in of the graph's own.
+static Stream *lane_of(Capture &capture, Stream *stream) {
+  Stream *&lane = capture.lanes[stream];
+  if (!lane) {
+    lane = new Stream;
+    lane->device = stream->device;
+    every().push_back(lane);
   }
+  return lane;
+}
+
+// Returns when work can begin that is given to a stream now.
+static Times begin_on(Stream *handle) {
+  Stream *stream = stream_of(handle);
   Times start = later(stream->time, host_times());
   if (is_default(handle)) {  // it waits for all streams that were not made non-blocking, and they for it
     for (Stream *other : created())
@@ -154,10 +156,46 @@ Times enqueue(Stream *handle, const Times &seconds, Kernel *kernel, bool fills) 
   } else if (!(stream->flags & kNonBlocking)) {
     start = later(start, default_stream(stream->device)->time);
   }
+  return start;
+}
+
+static void play(Stream *stream, const Times &start, const Times &seconds, bool fills) {
   stream->time = start + seconds;
   stream->busy += seconds.own();
   if (fills) under_each([&](size_t set) { stream->time.under[set] = end_of_filling(stream, set, start.under[set], seconds.under[set]); });
+}
+
+Times enqueue(Stream *handle, const Times &seconds, Kernel *kernel, bool fills) {
+  LOCKED;
+  Stream *stream = stream_of(handle);
+  stream->work++, given++;
+  if (stream->capture) {
+    Capture &capture = *stream->capture;
+    capture.pieces.push_back({seconds, fills, stream->frontier, lane_of(capture, stream)});
+    stream->frontier = {capture.pieces.size() - 1};
+    if (kernel) capture.kernels.push_back(kernel);
+    return {};
+  }
+  play(stream, begin_on(handle), seconds, fills);
   return stream->time;
+}
+
+// Each piece of a graph begins when those that it comes after have ended, and the stream goes on after the last of all.
+static void replay(Stream *handle, const Capture &capture) {
+  Stream *stream = stream_of(handle);
+  stream->work++, given++;
+  const Times begin = begin_on(handle);
+  std::vector<Times> ends;
+  Times last = begin;
+  for (const Piece &piece : capture.pieces) {
+    Times start = later(piece.lane->time, begin);
+    for (size_t before : piece.before) start = later(start, ends[before]);
+    play(piece.lane, start, piece.seconds, piece.fills);
+    ends.push_back(piece.lane->time);
+    last = later(last, ends.back());
+    stream->busy += piece.seconds.own();
+  }
+  stream->time = last;
 }
 
 // Some programs poll. The host's clock stands still meanwhile, so a thread that has asked often for one end, with no work given
@@ -379,7 +417,7 @@ EXPORT int cudaStreamBeginCaptureToGraph(Stream *stream, Graph *graph, const voi
 
 // Whether all work comes before the end of the stream that began: what was forked off must have been joined again.
 static bool joined(const Capture &capture, const std::vector<size_t> &last) {
-  std::vector<bool> seen(capture.before.size());
+  std::vector<bool> seen(capture.pieces.size());
   std::vector<size_t> open = last;
   size_t reached = 0;
   while (!open.empty()) {
@@ -387,7 +425,8 @@ static bool joined(const Capture &capture, const std::vector<size_t> &last) {
     open.pop_back();
     if (seen[work]) continue;
     seen[work] = true, reached++;
-    open.insert(open.end(), capture.before[work].begin(), capture.before[work].end());
+    const std::vector<size_t> &before = capture.pieces[work].before;
+    open.insert(open.end(), before.begin(), before.end());
   }
   return reached == seen.size();
 }
@@ -456,10 +495,14 @@ EXPORT int cudaGraphLaunch(Graph *graph, Stream *stream) {
   {
     LOCKED;
     CALL(cudaGraphLaunch);
+    if (stream_of(stream)->capture) {
+      not_modelled("cudaGraphLaunch within a capture");
+      return set_error(kCaptureUnsupported);
+    }
     host_spends(2 * settings().launch);
-    record().replays += capture->before.size();
+    record().replays += capture->pieces.size();
     for (Kernel *kernel : capture->kernels) kernel->launches++;
-    enqueue(stream, capture->seconds, nullptr, true);
+    replay(stream, *capture);
   }
   for (auto &[what, work, accesses] : capture->work) enqueue_work(stream, what, work, accesses);
   return kSuccess;
@@ -471,7 +514,7 @@ EXPORT int cudaGraphDestroy(Graph *graph) {
 EXPORT int cudaGraphExecDestroy(Graph *graph) { return cudaGraphDestroy(graph); }
 EXPORT int cudaGraphGetNodes(Graph *graph, void **nodes, size_t *count) {
   LOCKED;
-  if (!nodes) *count = graph->work->before.size();
+  if (!nodes) *count = graph->work->pieces.size();
   else
     for (size_t i = 0; i < *count; i++) nodes[i] = (void *)(i + 1);
   return kSuccess;

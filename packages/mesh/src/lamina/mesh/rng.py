@@ -321,7 +321,7 @@ def _numpy_state() -> dict[str, Any] | None:
             "NumPy's default, only. Keep own generators in own checkpoint entries."
         )
     _, words, position, has_gauss, gauss = numpy.random.get_state()
-    # A tensor can be saved by DCP, and torch has no operators for uint32.
+    # A tensor can be saved by DCP, and torch has few operators for uint32.
     words = torch.from_numpy(words.astype("int64"))
     return {"words": words, "position": position, "has_gauss": has_gauss, "gauss": gauss}
 

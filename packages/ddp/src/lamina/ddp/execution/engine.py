@@ -104,8 +104,7 @@ class GatherBudget:
 
     def fits(self, unit: Unit) -> bool:
         """Whether a unit can be gathered beside what is there or on its way."""
-        # Units that stay whole for a step are not counted: nothing that is given back makes room
-        # for them.
+        # Units that stay whole for a step cannot be given back, so the limit is not about them.
         live = sum(other.live_bytes for other in self._units if not other.stays_whole)
         return live + unit.gathered_bytes - unit.live_bytes <= self.limit
 

@@ -607,7 +607,7 @@ def _axes(
     expert = None
     if isinstance(mesh, ParallelMesh):
         dense = data_parallel_axes(mesh, "dp_shard_cp", "dp_replicate")
-        # With one rank along each of these axes, experts lie over the ranks of all parameters.
+        # With one rank along each of these axes, experts lie over the same ranks as the rest.
         if mesh.layout.ep * mesh.layout.expert_tp * mesh.layout.tp > 1:
             expert = data_parallel_axes(mesh, "expert_dp", "dp_replicate", dense.size)
             expert = replace(expert, pieces=mesh.axis("expert_tp"))

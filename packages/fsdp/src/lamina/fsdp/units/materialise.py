@@ -135,7 +135,7 @@ def _only(fresh: dict[int, torch.Tensor], root: nn.Module) -> Iterator[None]:
 
 def _children_first(plan: UnitPlan) -> list[nn.Module]:
     """The unit's modules in the order of `nn.Module.apply`."""
-    # Modules of other units inside this one are initialised with theirs.
+    # Modules of other units inside this one are initialised with their own unit.
     own = {id(module) for module in plan.own_modules()}
     ordered: dict[int, nn.Module] = {}
 

@@ -56,12 +56,15 @@ def whole(tensor: Any) -> Any:
 
 
 def check_sharded_parity(
-    case: Any, replicated: torch.nn.Module, sharded: torch.nn.Module, prefixes: Any = ()
+    case: Any,
+    replicated: torch.nn.Module,
+    sharded: torch.nn.Module,
+    prefixes_to_ignore: Any = (),
 ) -> None:
     """Compare whole values and gradients, where torch compares the parts that `Shard(0)` cuts."""
     found = {}
     for name, part in sharded.named_parameters():
-        for prefix in prefixes:
+        for prefix in prefixes_to_ignore:
             name = name.replace(prefix, "")
         found[name] = (whole(part.detach()), whole(part.grad))
     expected = {name: (each.data, each.grad) for name, each in replicated.named_parameters()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from importlib.metadata import version
 
 import pytest
@@ -338,14 +339,17 @@ import signal
 x = torch.ones(1_000_000).cuda()
 dist.all_reduce(x)
 if rank == 0:
-    print(json.dumps(sorted(os.listdir("/dev/shm"))), flush=True)
     dist.all_reduce(x)          # the other one never comes
 os.kill(os.getpid(), signal.SIGKILL) if rank else os._exit(0)
 """
-    before = sorted(os.listdir("/dev/shm"))
+    before = set(os.listdir("/dev/shm"))
     with pytest.raises(AssertionError, match="SIGKILL"):
         on_ranks(2, text)
-    assert sorted(os.listdir("/dev/shm")) == before
+    # Other programs of the machine may have files there, which they delete at their own ends.
+    left, deadline = set(os.listdir("/dev/shm")) - before, time.monotonic() + 120
+    while left & set(os.listdir("/dev/shm")):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 SYMMETRIC = """

@@ -331,6 +331,23 @@ def test_deleting_the_model_frees_it(ranks):
 
 
 @pytest.mark.ranks(2, timeout=120)
+def test_a_compiled_root_is_called_again(ranks):
+    """What torch compiles at the first call, in which the engine is made, is not for the second."""
+    models = [build(lambda: nn.Sequential(nn.Linear(5, 3), nn.ReLU())) for _ in range(2)]
+    optimizers = [sgd(models[0])]
+    compiled = torch.compile(shard_module(models[1], mesh_of(2)), backend="eager")
+    optimizers.append(sgd(compiled))
+    for step in range(3):
+        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        for model, optimizer in zip([models[0], compiled], optimizers, strict=True):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in full_parameters(models[1]).items():
+        torch.testing.assert_close(value, models[0].get_parameter(name).detach())
+
+
+@pytest.mark.ranks(2, timeout=120)
 def test_torch_compile_of_the_root_may_make_the_first_call(ranks):
     """Also where the root has parameters of its own, which are released at that moment."""
     mesh = mesh_of(2)

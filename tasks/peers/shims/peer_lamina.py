@@ -74,8 +74,8 @@ def check_sharded_parity(
 class VerifyStateDictMixin(TorchVerifyStateDictMixin):
     """Compares whole tensors, which torch's makes of the classes that torch has."""
 
-    def _compare_tensor(self, orig_tensor: Any, dist_tensor: Any, *rest: Any) -> None:
-        super()._compare_tensor(orig_tensor, whole(dist_tensor), *rest)
+    def _compare_tensor(self, orig_tensor: Any, dist_tensor: Any, *rest: Any, **named: Any) -> None:
+        super()._compare_tensor(orig_tensor, whole(dist_tensor), *rest, **named)
 
     def _verify_osd_by_load(self, model: Any, optim: Any, new_optim: Any, dist_osd: Any) -> None:
         super()._verify_osd_by_load(model, optim, new_optim, tree_map(whole, dist_osd))

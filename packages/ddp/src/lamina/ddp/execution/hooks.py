@@ -97,6 +97,10 @@ class UnitHooks:
         must not release it under the method's feet."""
         self._loans: list[Loan | None] = []
         """Of calls that are going on, the innermost last: a module may call itself."""
+        # An attribute, and no look at `__dict__`: of that `torch.compile` makes no guard, so what
+        # it compiled before the first call would be taken in all later ones.
+        self.started = False
+        """Whether the unit has an engine."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: who copies this copies one module of a sharded model, and not the whole."""
@@ -109,12 +113,7 @@ class UnitHooks:
 
     def start(self, engine: Engine) -> None:
         """The unit is one of this engine's from now on."""
-        self.engine = engine
-
-    @property
-    def started(self) -> bool:
-        """Whether the unit has an engine."""
-        return "engine" in self.__dict__
+        self.engine, self.started = engine, True
 
     @functools.cached_property  # `start` stores the engine, and then this is called no more
     def engine(self) -> Engine:

@@ -603,17 +603,21 @@ def of_step(step: Callable[[], None]) -> dict[str, object]:
     }
 
 
-def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """Take two steps, capture a third into one CUDA graph, and return what replays it."""
+def captured(step: Callable[[], None]) -> tuple[Callable[[], None], float]:
+    """Take two steps, and capture a third into one CUDA graph.
+
+    Returns what replays it, and how many GiB were reserved until then. Afterwards the cache is
+    emptied of what only the first two steps needed.
+    """
     graph = torch.cuda.CUDAGraph()
     for _ in range(2):
         step()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         step()
-    torch.cuda.empty_cache()  # what only the first two steps needed
-    torch.cuda.reset_peak_memory_stats()
+    reserved = torch.cuda.max_memory_reserved() / GIB
+    torch.cuda.empty_cache()
     graph.replay()
-    return graph.replay
+    return graph.replay, round(reserved, 3)
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -665,8 +669,12 @@ def measure(
         if words.fp8:
             scales_of_fp8(engine)
 
+    more: dict[str, object] = {}
+    if words.graph == "elsewhere":
+        torch.autograd.graph.set_override_stale_capture_stream(True)
+        torch.cuda.set_stream(torch.cuda.Stream())
     if words.graph:
-        step = captured(step)
+        step, more["reserved_until_captured_gib"] = captured(step)
     else:
         for _ in range(2):
             step()
@@ -691,6 +699,7 @@ def measure(
         "tp": words.tp,
         "parameters": parameters,
         **result,
+        **more,
         "python_calls": calls["calls"],
     }
 
@@ -708,7 +717,10 @@ def words_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recompute", nargs="?", const="full", choices=("full", "selective"))
     parser.add_argument("--fp8", action="store_true", help="products of blocks by torchao")
     parser.add_argument("--compiled", action="store_true", help="compile each block")
-    parser.add_argument("--graph", action="store_true", help="replay a step in one CUDA graph")
+    parser.add_argument(
+        "--graph", nargs="?", const="own", choices=("own", "elsewhere"),
+        help="replay a step in one CUDA graph, whose stream wraps the model, or another one",
+    )  # fmt: skip
     parser.add_argument("--units", action="store_true", help="exposed seconds of each unit too")
     parser.add_argument("--settings", default="{}", help="further arguments of the engine, as JSON")
     parser.add_argument("--compiled-loss", action="store_true")
@@ -729,7 +741,7 @@ def main() -> None:
     os.environ.update({name: str(value) for name, value in local.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577")
     torch.cuda.set_device(0)
-    if words.graph:
+    if words.graph == "own":
         torch.cuda.set_stream(torch.cuda.Stream())  # nothing is captured on the default stream
     backend = "cpu:fake,cuda:nccl"
     # A group that is bound to a device makes others by splitting, and NCCL's stand-in does not know

@@ -16,7 +16,7 @@ from lamina.ddp import (
     full_gradients,
     full_parameters,
 )
-from lamina.ddp.backward.agreement import BadGradients, ProducedFlags
+from lamina.ddp.backward.agreement import BadGradients, GatherLog, ProducedFlags
 from lamina.ddp.backward.reducer import Order, ReductionQueue
 from lamina.ddp.engine import ScratchBuffers, resolve_reduction
 from lamina.ddp.gradients.reduction import PartialSums
@@ -194,7 +194,7 @@ def test_flags_of_produced_gradients_lie_on_the_host_and_one_rank_asks_nobody():
                 refs=[1] * len(flags),
                 device="cuda",
                 trained=_Flags(flags),
-                axes=SimpleNamespace(groups=lambda _, over=over: over),
+                axes=SimpleNamespace(groups=lambda _, over=over: over, here="rank 0"),
                 look_for_writes=lambda: None,
                 writes=SimpleNamespace(uncompared={}),
             )
@@ -204,10 +204,11 @@ def test_flags_of_produced_gradients_lie_on_the_host_and_one_rank_asks_nobody():
     )
 
     prepared = []
+    nothing_to_say = Agreement(()), BadGradients(), GatherLog(), ()
 
     class Combined:
         def __init__(self, tensors, over, op):
-            assert (over, op, len(tensors)) == (group, "max", 2)
+            assert (over, op, len(tensors)) == (group, "max", 3)
             prepared.append(self)
 
         def reduce(self, tensors):
@@ -222,12 +223,12 @@ def test_flags_of_produced_gradients_lie_on_the_host_and_one_rank_asks_nobody():
         mock.patch("lamina.ddp.backward.agreement.common_facts_of") as common,
     ):
         common.return_value.differ.return_value = False
-        ProducedFlags(alone).agree(Agreement(()), BadGradients())
+        ProducedFlags(dict(enumerate(alone))).agree(*nothing_to_say)
         assert not place.called
         assert not prepared
-        flags = ProducedFlags(both)
-        flags.agree(Agreement(()), BadGradients())
-        flags.agree(Agreement(()), BadGradients())
+        flags = ProducedFlags(dict(enumerate(both)))
+        flags.agree(*nothing_to_say)
+        flags.agree(*nothing_to_say)
         place.assert_called_once_with([group], "cuda")
         assert len(prepared) == 1
     assert [one.trained.produced_gradient for one in both] == [[True, True], [False]]

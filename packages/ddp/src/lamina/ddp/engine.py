@@ -9,7 +9,7 @@ from lamina.ddp.backward.gradient_hooks import (
 )
 from lamina.ddp.backward.reducer import BackwardEnd, GradientReducer, Order
 from lamina.ddp.compat import local_of_state_call
-from lamina.ddp.execution.engine import Engine, Guards, Prefetcher
+from lamina.ddp.execution.engine import Engine, Guards, Prefetcher, RegistrationOrder
 from lamina.ddp.execution.hooks import (
     ModuleWatch,
     UnitHooks,
@@ -82,6 +82,7 @@ __all__ = [
     "ParameterRef",
     "Prefetcher",
     "RankSum",
+    "RegistrationOrder",
     "ScratchBuffers",
     "UnavailableError",
     "Unit",

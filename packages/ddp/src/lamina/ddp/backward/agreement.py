@@ -1,8 +1,8 @@
 """What ranks tell each other at the end of a step's last backward, in one small message.
 
 Which parameters have a gradient on any rank, what is wrong with gradients, and whether the ranks
-still do the same: steps, hyperparameters, and writes to parameters (Note [Writes on some ranks
-only] in `lamina.ddp.group.weights`).
+still do the same: steps, hyperparameters, collectives (Note [Collectives that do not pair]), and
+writes to parameters (Note [Writes on some ranks only] in `lamina.ddp.group.weights`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,6 +18,8 @@ from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives import DisagreementError
 from lamina.collectives.engine import (
     Agreement,
+    CommonFacts,
+    Fact,
     SmallReduction,
     all_reduce_small,
     host_device,
@@ -25,6 +28,13 @@ from lamina.ddp.compat import foreach_norm
 from lamina.ddp.group.group import ParameterGroup, StepFacts
 from lamina.ddp.parameters.facts import common_facts_of, digest_of
 from lamina.mesh.engine import GroupRef, MeshAxis
+
+_NAMED = 10_000
+"""Gathers of a step that a message can name."""
+_COLLECTIVES = (
+    "the collectives of a step (run a unit on all ranks or on none, or use zero_dp_strategy=2, "
+    "which keeps weights whole)"
+)
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -104,6 +114,54 @@ class GradientChecks:
         self._noted, self._sizes = [], []
 
 
+class Titled(Protocol):
+    """A unit, for messages."""
+
+    @property
+    def title(self) -> str:
+        """Its name."""
+
+
+class GatherLog:
+    """The gathers of `units` that a rank has begun since the last step, by their numbers.
+
+    Note [Collectives that do not pair]
+        No backend compares what ranks gather or add. Where each rank leaves out another layer of
+        the same size, all of them gather as often, and a rank computes with a piece of one layer
+        beside a piece of another. Replicas that do so add the gradients of one layer to those of
+        another. Nothing hangs. So ranks compare the order of their collectives before a step may be
+        made, in a message that travels anyway: that of gathers among the ranks that gather from
+        each other, as a replica may evaluate alone, and that of reductions among all. Whoever has a
+        fixed order of them, whatever units run, has nothing to compare. `check_order=True` compares
+        before each gather.
+    """
+
+    def __init__(self, units: Sequence[Titled] = ()) -> None:
+        self._units = units
+        self.order = 0
+        """A digest of which units were gathered, one after another; int64."""
+        self._first: list[int] = []  # for messages
+
+    def note(self, number: int, _: object = None) -> None:
+        """The gather of the unit of this number begins."""
+        self.order = hash((self.order, number))  # of integers: the same in every process
+        if len(self._first) < _NAMED:  # an evaluation may gather without end
+            self._first.append(number)
+
+    def begin_step(self) -> None:
+        """Ranks have compared what was noted."""
+        self.order = 0
+        self._first.clear()
+
+    def facts(self) -> list[Fact]:
+        """Which unit each gather was of, and the digest."""
+        named = [
+            (f"the unit of gather {place} since the last step", self._units[number].title)
+            for place, number in enumerate(self._first, 1)
+        ]
+        return [*named, ("the order of all gathers", str(self.order))]
+
+
 @dataclass(frozen=True)
 class _Flags:
     """What a rank says of its gradients, and of all ranks' the maximum.
@@ -130,44 +188,63 @@ class _Flags:
 class ProducedFlags:
     """Which parameters got a gradient on any rank: agreed upon in one small collective per group.
 
-    `groups` are alike on all ranks of their data-parallel axes, one at least. One rank alone asks
-    nobody.
+    The groups are alike on all ranks of their data-parallel axes, one at least, and have numbers.
+    One rank alone asks nobody.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
-        self._groups = groups
+    def __init__(self, numbered: Mapping[int, ParameterGroup]) -> None:
+        self._numbered = numbered
+        self._groups = groups = [*numbered.values()]
         self._gradients = [group.trained for group in groups]
         axes, device = groups[0].axes, groups[0].device
         self._common = common_facts_of("at the end of a backward", axes, device)
-        several = [group for group in axes.groups("reduce") if group is not None]
+        self._here = axes.here
+        # The innermost axis first: its ranks gather from each other.
+        several = [group for group in axes.groups("reduce")[::-1] if group is not None]
         self._over = [GroupRef(group) for group in several]
         self._device = host_device(several, device) if several else None
         self._reductions: list[SmallReduction] = []
 
-    def agree(self, step: Agreement, bad: BadGradients) -> BadGradients:
+    def agree(
+        self, step: Agreement, bad: BadGradients, gathers: GatherLog, reduced: Sequence[int]
+    ) -> BadGradients:
         """A parameter that got a gradient on one rank got one on all; collective.
 
-        `step` is what the ranks must have in common in it, as are writes to parameters (else
-        DisagreementError), and `bad` is what this rank has found. The result is the worst kind that
-        any rank has found, and what each of up to four of them says.
+        `step` is what the ranks must have in common in it, as are writes to parameters, `gathers`
+        and the numbers of groups in the order in which they were `reduced` (else
+        DisagreementError). `bad` is what this rank has found. The result is the worst kind that any
+        rank has found, and what each of up to four of them says.
         """
         written = self._written()
         if not self._over:
             return bad  # one rank alone
-        own = _Flags([each.produced_gradient for each in self._gradients], bad.kind)
+        mine = _Flags([each.produced_gradient for each in self._gradients], bad.kind)
         writes = "parameters written outside of a step", str(written) if written else "none"
-        # Of one dtype, so that the backend can reduce both at once (see `SmallReduction`).
-        flags = torch.tensor(own.words, dtype=torch.int64, device=self._device)
-        shared = [flags, self._common.words(step.with_facts(writes))]
+        # Groups of experts are reduced over ranks of their own.
+        titles = [self._numbered[n].weights.title for n in reduced if n in self._numbered]
+        sums = "the order in which gradients were summed", ", ".join(titles)
+        # Of one dtype, so that the backend can reduce all at once (see `SmallReduction`).
+        flags = torch.tensor(mine.words, dtype=torch.int64, device=self._device)
+        order = torch.tensor([gathers.order, ~gathers.order], device=self._device)
+        shared = [flags, self._common.words(step.with_facts(writes, sums)), order]
         if not self._reductions:
             self._reductions = [SmallReduction(shared, over.group, "max") for over in self._over]
-        for reduction in self._reductions:
+        for number, reduction in enumerate(self._reductions):
             reduction.reduce(shared)
-        if self._common.differ(shared[1]):
-            # Of two differences a step left out is the cause, so it is named first.
+            if number == 0:  # other replicas are told whether these ranks differ, and not of what
+                order.fill_(order[0] != ~order[1])
+        # Of several differences a step left out is the cause, so it is named first.
+        if differ := self._common.differ(shared[1]):
             self._common.require(step)
             self._refuse_lone_writes(written)
-        merged = own.read(flags.tolist())
+        if order[0]:
+            self._collectives(self._over[:1]).require(gathers.facts())
+            raise DisagreementError(
+                f"{_COLLECTIVES}: ranks of another replica than {self._here} do not agree"
+            )
+        if differ:
+            self._collectives(self._over).require([sums])
+        merged = mine.read(flags.tolist())
         for gradients, produced in zip(self._gradients, merged.produced, strict=True):
             gradients.mark_produced(produced)
         # All ranks know the kind, and those that found it say which parameter it was.
@@ -175,6 +252,11 @@ class ProducedFlags:
         if merged.kind:
             texts = self._common.said(bad.text)
         return BadGradients(merged.kind, "; ".join([text for text in texts if text][:4]))
+
+    def _collectives(self, over: Sequence[GroupRef]) -> CommonFacts:
+        """What compares the order of collectives over some groups."""
+        groups = [each.group for each in over]
+        return CommonFacts(_COLLECTIVES, groups, self._here, self._device or "cpu")
 
     def _written(self) -> dict[tuple[str, bool], int]:
         """What this rank has written since ranks compared that last, and how often (`Writes`)."""
@@ -253,17 +335,24 @@ class Settlement:
         if self._checks is not None:
             self._checks.forget()
 
-    def settle(self) -> None:
-        """Agree on who has a gradient, and refuse what any rank has found; collective."""
+    def settle(self, gathers: GatherLog, reduced: Sequence[int]) -> None:
+        """Agree on who has a gradient, and refuse what any rank has found; collective.
+
+        What `gathers` holds, and which groups were `reduced` one after another, must be the same on
+        all ranks.
+        """
         step, worst = self._step_facts.of(self._groups), BadGradients()
         bad = BadGradients() if self._checks is None else self._checks.look()
         if not self._flags:  # not before a backward has ended: communicators are made for it
-            by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
-            for group in self._groups:
-                by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
-            self._flags = [ProducedFlags(groups) for groups in by_axes.values()]
-        for flags in self._flags:
-            worst = max(worst, flags.agree(step, bad))
+            by_axes: dict[tuple[MeshAxis, MeshAxis], dict[int, ParameterGroup]] = {}
+            for number, group in enumerate(self._groups):
+                by_axes.setdefault((group.axes.outer, group.axes.inner), {})[number] = group
+            self._flags = [ProducedFlags(numbered) for numbered in by_axes.values()]
+        try:
+            for flags in self._flags:
+                worst = max(worst, flags.agree(step, bad, gathers, reduced))
+        finally:
+            gathers.begin_step()
         # Not before the last message: all ranks send as many, whatever they have found.
         worst.refuse()
         self._scratch.clear()

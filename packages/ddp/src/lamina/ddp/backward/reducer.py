@@ -21,7 +21,7 @@ from lamina.buffers import ShardedTensor
 from lamina.buffers.engine import ScratchBuffers
 from lamina.collectives import Handle
 from lamina.collectives.engine import current_stream, purpose
-from lamina.ddp.backward.agreement import GradientChecks, Settlement
+from lamina.ddp.backward.agreement import GatherLog, GradientChecks, Settlement
 from lamina.ddp.backward.gradient_hooks import (
     NO_STREAM,
     BackwardStream,
@@ -61,6 +61,11 @@ BACKWARD = ReducerPhase.BACKWARD
 
 class BackwardListener(Protocol):
     """What a wrapper does at the two ends of a backward, beside the reductions."""
+
+    @property
+    def gathers(self) -> GatherLog:
+        """The gathers that this rank has begun in the step, to be compared at its end."""
+        ...
 
     def backward_begins(self) -> None:
         """The first gradient has arrived. May raise to refuse the backward."""
@@ -119,6 +124,8 @@ class ReductionQueue:
         self._started, self._done = started, done
         self.closed: set[int] = set()
         """Numbers of groups whose gradients are complete."""
+        self.issued: list[int] = []
+        """Numbers of groups in the order in which their reductions began in this backward."""
         self._turns: deque[int] = deque()  # what `Order.STATIC` has still to issue, in its order
         self._in_flight: deque[_Flight] = deque()
         self._stream = stream
@@ -135,6 +142,7 @@ class ReductionQueue:
         """No group is complete yet, and nothing is under way."""
         self._in_flight.clear()
         self.closed.clear()
+        self.issued.clear()
         if self.order is Order.STATIC:
             self._turns = deque(filter(self.reduces, range(len(self._groups))))
 
@@ -152,6 +160,7 @@ class ReductionQueue:
     def issue(self, number: int) -> None:
         """Begin a group's reduction, once there is room for it on the wire."""
         group, gradients = self._groups[number], self._gradients[number]
+        self.issued.append(number)
         if self._started is not None:
             self._started(group)
         # Older ones are waited for first: each holds a gradient buffer until it has ended.
@@ -587,7 +596,9 @@ class GradientReducer:
         self._is_waiting = not final
         if final:
             self._hooks.note_produced()
-            self._settlement.settle()
+            listener = self._listener()
+            gathers = GatherLog() if listener is None else listener.gathers
+            self._settlement.settle(gathers, self._queue.issued)
             self._hooks.call_late()
         self._show(final=final)
 

@@ -12,10 +12,11 @@ root, which has no weights of its own, and `Prefetcher` brings those of buckets 
 Note [Two orders of gathers]
     Modules that are gathered themselves (`fully_shard`) force one order on all ranks: whoever runs
     a unit gathers it. So the order of the last forward is what comes next, and a unit that is
-    gathered ahead and not called costs a gather and nothing else. Buckets over whole weights
-    (`DistributedDataParallel`) are no modules. Ranks that run different modules wait for different
-    buckets, so all of them begin the gathers in one fixed order: a bucket that is waited for begins
-    those before it too, and the end of the forward begins the rest.
+    gathered ahead and not called costs a gather and nothing else. Weights that stay whole force no
+    order: ranks may run different modules, as with layers that are dropped at random. So all of
+    them begin the gathers in one fixed order: a bucket of `DistributedDataParallel`, or a unit of
+    `fully_shard`, that is waited for begins those before it too, and the end of the forward begins
+    the rest.
 
 Note [The last call is kept]
     A forward gathers units as their calls begin. Its backward comes to them as their calls have
@@ -40,6 +41,7 @@ from torch import nn
 
 from lamina.buffers import StaleStorageError
 from lamina.collectives.engine import current_stream, profiling
+from lamina.ddp.backward.agreement import GatherLog
 from lamina.ddp.backward.gradient_hooks import AT_REST, IN_GRAPH
 from lamina.ddp.backward.reducer import BACKWARD, GradientReducer
 from lamina.ddp.compat import current_graph_task_id, graph_is_kept
@@ -157,6 +159,8 @@ class Prefetcher:
         """The same calls but the root's, as the backward of that forward comes to them."""
         self.ran: list[Unit] = []
         """The units that the forward at hand has called."""
+        self.log = GatherLog(units)
+        """The gathers that were begun since ranks have compared them last."""
         self._ended: list[Unit] = []  # those of these calls that are over, but the root's
         self._returned = 0  # how many of `returns` the backward at hand has come to
         self.budget = None if budget is None else GatherBudget(units, budget)
@@ -167,6 +171,13 @@ class Prefetcher:
     def begin_forward(self) -> None:
         """A forward of the model begins."""
         self.ran, self._ended = [], []
+
+    def begin_call(self, unit: Unit, start: Callable[[Unit], None]) -> None:
+        """A unit is about to compute: `start` its gather, and those beside it."""
+        # Its own gather goes first on the wire. The next unit's follows before anybody waits, so
+        # that it is under way while this one computes.
+        start(unit)
+        self.begin_beside(unit, 1)
 
     def end_call(self, unit: Unit) -> bool:
         """A call of a unit has ended: whether it is the last of a forward like the one before."""
@@ -234,6 +245,45 @@ class Prefetcher:
             for group in unit.groups:
                 group.weights.mark_changed()
         self._begun = 0
+
+
+class RegistrationOrder(Prefetcher):
+    """Begins the gathers of units that keep whole weights, see Note [Two orders of gathers].
+
+    `units` are in order of registration. So many of them are on their way `ahead` of the one that
+    computes.
+    """
+
+    def __init__(self, units: Sequence[Unit], *, ahead: int = 1) -> None:
+        super().__init__(units, ahead=ahead)
+        self._registered = tuple(units)
+        self._numbers = {unit: number for number, unit in enumerate(units)}
+        self._next = 0  # of the unit whose gather is begun next in the forward at hand
+
+    def begin_forward(self) -> None:
+        """A forward of the model begins."""
+        super().begin_forward()
+        self._next = 0
+
+    def begin_call(self, unit: Unit, start: Callable[[Unit], None]) -> None:
+        """A unit is about to compute: begin the gathers up to its own, and those of units ahead."""
+        chosen = [self._numbers[other] for other in unit.prefetch.get(1, ())]
+        self._begin_to(1 + max(chosen, default=self._numbers[unit] + self.ahead))
+        start(unit)  # a module around it may have written to its parameters since they were begun
+
+    def begin_beside(self, unit: Unit, step: int) -> None:
+        """In a backward nothing is to be gathered: the forward has begun all."""
+
+    def end_forward(self) -> None:
+        """A forward has ended: other ranks may have run what this one has not."""
+        super().end_forward()
+        self._begin_to(len(self._registered))
+
+    def _begin_to(self, stop: int) -> None:
+        """Begin the gathers of the units before a number; what is there by now costs nothing."""
+        for unit in self._registered[self._next : stop]:
+            unit.start_unshard()
+        self._next = max(self._next, stop)
 
 
 @dataclass(frozen=True)
@@ -336,10 +386,13 @@ class Engine:
         self.slots = slots
         self.guards = guards or Guards()
         reducer.tell(self)
-        if self.guards.order is not None:
+        if any(unit.gathered for unit in self.units):
             engine = weakref.ref(self)  # the engine holds its units, and not the other way round
-            for unit in self.units:
-                unit.tell_before_gathers(functools.partial(_before_gather, engine))
+            for number, unit in enumerate(self.units):
+                tell = functools.partial(prefetcher.log.note, number)
+                if self.guards.order is not None:
+                    tell = functools.partial(_before_gather, engine, tell)
+                unit.tell_before_gathers(tell)
         self._graphs = _Graphs(group for group in self.groups if group.requires_grad)
         self._swapped = [g for g in self.groups if g.mains_are_separate and g.writes.addresses]
         self._device = next((g.device for g in self.groups), torch.device("cpu"))
@@ -348,6 +401,11 @@ class Engine:
         self._ran_backward: list[Unit] = []
         self._recomputed: Unit | None = None
         self._all_whole = False
+
+    @property
+    def gathers(self) -> GatherLog:
+        """The gathers of units whose weights come and go, which all ranks begin in one order."""
+        return self.prefetcher.log
 
     def gathered_again(self) -> list[ParameterGroup]:
         """Groups that are released after their forward, so that a backward gathers them again."""
@@ -405,10 +463,7 @@ class Engine:
         # A module around it may have written to its parameters since the forward began.
         if unit is not self.root:
             unit.follow_main_weights()
-        # Its own gather goes first on the wire. The next unit's follows before we wait, so that it
-        # is under way while this one computes.
-        self._start(unit)
-        prefetcher.begin_beside(unit, 1)
+        prefetcher.begin_call(unit, self._start)
         unit.finish_unshard()
         # From here on autograd saves views of the weights, which backward has to find again.
         if training and self.slots is not None:
@@ -648,10 +703,13 @@ class Engine:
             self._all_whole = before
 
 
-def _before_gather(reference: weakref.ref[Engine], unit: Unit) -> None:
+def _before_gather(
+    reference: weakref.ref[Engine], note: Callable[[Unit], None], unit: Unit
+) -> None:
     """With `check_order`: whether all ranks gather this unit now."""
+    note(unit)
     engine = reference()
-    if engine is not None and engine.guards.order is not None:
+    if engine is not None and engine.guards.order and unit.live_bytes < unit.gathered_bytes:
         backward = engine.reducer.phase is BACKWARD
         ran = engine._ran_backward if backward else engine.prefetcher.ran
         engine.guards.order.gather(unit, ran, backward=backward)

@@ -158,12 +158,13 @@ class UnitHooks:
         if self._in_method:
             return None
         engine, unit = self.engine, self.unit
-        marked = torch.is_grad_enabled() and mark_outputs(
-            engine, unit, self.member, output, self._loans[-1]
-        )
-        # Each of several modules has a backward to wait for, unless it only runs again.
-        if marked and unit.calls.members > 1 and engine.reducer.phase is not BACKWARD:
-            unit.calls.expect_member(self.member)
+        training = torch.is_grad_enabled()
+        marked = training and mark_outputs(engine, unit, self.member, output, self._loans[-1])
+        if training and engine.reducer.phase is not BACKWARD:  # inside of one it only runs again
+            if marked and unit.calls.members > 1:  # each has a backward to wait for
+                unit.calls.expect_member(self.member)
+            elif not marked and any(group.requires_grad for group in unit.groups):
+                unit.calls.expect_unannounced()
         if unit.dress is not None:
             unit.dress.hide()
         engine.after_forward(unit, self.member)

@@ -75,6 +75,10 @@ class UnitCalls:
         self._ends_unseen = False
         """Whether a call had no input that needs a gradient: nothing tells when its backward ends,
         but the end of the whole backward."""
+        self.come_back_unannounced = False
+        """Whether a call has returned no tensor that a gradient can come to, as of a module that
+        leaves its result in an object it was given. Nothing tells when its backward begins, so the
+        weights stay where they are until the whole backward has ended."""
         self._counted = False
         """Whether the next forward is the first of the newest: a backward or evaluation has ended
         since the last."""
@@ -106,6 +110,10 @@ class UnitCalls:
         """Autograd will come back to a call, and not through its inputs."""
         self._ends_unseen = True
 
+    def expect_unannounced(self) -> None:
+        """Autograd may come back to a call, and not through its outputs."""
+        self.come_back_unannounced = True
+
     def expect_member(self, member: int) -> None:
         """Gradients may come to outputs of one of several modules."""
         self._coming.add(member)
@@ -121,7 +129,7 @@ class UnitCalls:
     def end_backward(self) -> None:
         """What has not come by now does not come in this backward."""
         self._counted = True
-        self._ends_unseen = False
+        self._ends_unseen = self.come_back_unannounced = False
         self._coming.clear()
 
     @property
@@ -223,12 +231,15 @@ class Unit:
 
     def start_unshard(self) -> None:
         """Begin the gathers of all groups."""
-        # Ranks compare before they send: a gather that only some of them begin would hang.
-        if self._before_gather is not None and self.live_bytes < self.gathered_bytes:
-            self._before_gather(self)
+        tell = self._before_gather
         for group in self.groups:
-            if group.weights.state not in LIVE:
-                group.weights.start()
+            if group.weights.state in LIVE:
+                continue
+            # Ranks compare before they send: a gather that only some of them begin would hang.
+            if tell is not None:
+                tell(self)
+                tell = None
+            group.weights.start()
 
     def finish_unshard(self) -> None:
         """Wait for what `start_unshard` began, and make the modules compute with it."""
@@ -247,7 +258,7 @@ class Unit:
 
     def reshard(self, *, even_if_kept: bool = False) -> None:
         """Give the whole weights back; with `even_if_kept` those that stay for a step, too."""
-        if self.stays_whole and not even_if_kept:
+        if (self.stays_whole or self.calls.come_back_unannounced) and not even_if_kept:
             return
         undressed = self.dress is None
         # What modules have written to compute parameters is read before the memory goes.

@@ -35,6 +35,7 @@ from lamina.ddp.engine import (
     ParameterGroup,
     ParameterRef,
     Prefetcher,
+    RegistrationOrder,
     ScratchBuffers,
     Unit,
     UnitHooks,
@@ -261,11 +262,16 @@ def start_engine(
         check_finite=settings.report_nan_in_param_grad,
     )
     check = OrderCheck(sharding.dense, units, sharding.device) if settings.check_order else None
+    ahead = int(settings.overlap_param_gather)
+    if any(unit.gathered for unit in units):
+        prefetcher = Prefetcher(units, ahead=ahead, budget=settings.gather_budget)
+    else:  # a unit may run on some ranks only
+        prefetcher = RegistrationOrder(units, ahead=ahead)
     buffers = sharding.module_buffers()
     engine = Engine(
         units,
         reducer,
-        Prefetcher(units, ahead=int(settings.overlap_param_gather), budget=settings.gather_budget),
+        prefetcher,
         slots=sharding.slots,
         guards=Guards(
             look=ModuleWatch(

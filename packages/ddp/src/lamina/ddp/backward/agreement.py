@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -114,16 +113,8 @@ class GradientChecks:
         self._noted, self._sizes = [], []
 
 
-class Titled(Protocol):
-    """A unit, for messages."""
-
-    @property
-    def title(self) -> str:
-        """Its name."""
-
-
 class GatherLog:
-    """The gathers of `units` that a rank has begun since the last step, by their numbers.
+    """The gathers of units that a rank has begun since the last step; `titles` are the units'.
 
     Note [Collectives that do not pair]
         No backend compares what ranks gather or add. Where each rank leaves out another layer of
@@ -136,8 +127,8 @@ class GatherLog:
         before each gather.
     """
 
-    def __init__(self, units: Sequence[Titled] = ()) -> None:
-        self._units = units
+    def __init__(self, titles: Sequence[str] = ()) -> None:
+        self._titles = titles  # and not the units, which hold this log
         self.order = 0
         """A digest of which units were gathered, one after another; int64."""
         self._first: list[int] = []  # for messages
@@ -156,7 +147,7 @@ class GatherLog:
     def facts(self) -> list[Fact]:
         """Which unit each gather was of, and the digest."""
         named = [
-            (f"the unit of gather {place} since the last step", self._units[number].title)
+            (f"the unit of gather {place} since the last step", self._titles[number])
             for place, number in enumerate(self._first, 1)
         ]
         return [*named, ("the order of all gathers", str(self.order))]

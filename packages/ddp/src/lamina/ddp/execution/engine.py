@@ -45,6 +45,7 @@ from lamina.ddp.backward.agreement import GatherLog
 from lamina.ddp.backward.gradient_hooks import AT_REST, IN_GRAPH
 from lamina.ddp.backward.reducer import BACKWARD, GradientReducer
 from lamina.ddp.compat import current_graph_task_id, graph_is_kept
+from lamina.ddp.execution.gather_budget import GatherBudget
 from lamina.ddp.execution.module_buffers import ModuleBuffers
 from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
 from lamina.ddp.group.group import ParameterGroup
@@ -92,49 +93,6 @@ class SharedSlots(Protocol):
         """Let go of registered memory."""
 
 
-class GatherBudget:
-    """How many bytes of whole weights a rank may have at once, and who makes room for whom.
-
-    A unit is gathered ahead only where it fits. One that is about to compute is always gathered:
-    units that are not computing (gathered ahead, or kept since their forward) go first. Units that
-    stay whole for a step because somebody asked for it are not counted.
-    """
-
-    def __init__(self, units: Iterable[Unit], limit: int) -> None:
-        self.limit = limit
-        self._units = tuple(units)
-
-    def fits(self, unit: Unit) -> bool:
-        """Whether a unit can be gathered beside what is there or on its way."""
-        # Units that stay whole for a step cannot be given back, so the limit is not about them.
-        live = sum(other.live_bytes for other in self._units if not other.stays_whole)
-        return live + unit.gathered_bytes - unit.live_bytes <= self.limit
-
-    def make_room(self, unit: Unit, order: Sequence[Unit], computing: Sequence[Unit]) -> None:
-        """Give back what need not be there for a unit that is about to compute.
-
-        Units run in this order: those whose turn is farthest off go first, and none in whose
-        forward we are (`computing`).
-        """
-        if self.fits(unit):
-            return
-        turn = {id(other): index for index, other in enumerate(order)}
-        here = turn.get(id(unit), 0)
-        idle = [
-            other
-            for other in self._units
-            if other.live_bytes
-            and other is not unit
-            and not other.in_backward
-            and not any(other is busy for busy in computing)
-        ]
-        idle.sort(key=lambda other: abs(turn.get(id(other), len(order)) - here), reverse=True)
-        for other in idle:
-            if self.fits(unit):
-                return
-            other.reshard()
-
-
 class Prefetcher:
     """Begins the gathers of one model's units, see Note [Two orders of gathers].
 
@@ -159,7 +117,7 @@ class Prefetcher:
         """The same calls but the root's, as the backward of that forward comes to them."""
         self.ran: list[Unit] = []
         """The units that the forward at hand has called."""
-        self.log = GatherLog(units)
+        self.log = GatherLog([unit.title for unit in units])
         """The gathers that were begun since ranks have compared them last."""
         self._ended: list[Unit] = []  # those of these calls that are over, but the root's
         self._returned = 0  # how many of `returns` the backward at hand has come to

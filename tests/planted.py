@@ -185,7 +185,7 @@ BUGS = [
     Bug(
         "ranks gather weights that stay whole in the order in which each runs its units",
         "ddp/execution/engine.py",
-        "        self._begin_to(1 + max(chosen, default=self._numbers[unit] + self.ahead))",
+        "        self._begin_to(last + 1)",
         "        pass",
         "fsdp/tests/test_layer_drop.py::test_whole_weights_train_as_one_process_whatever_units_each_rank_runs",
     ),

@@ -57,11 +57,9 @@ def one_process(ranks: int) -> tuple[torch.nn.Module, dict[str, Tensor]]:
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("settings", [{}, {"overlap_param_gather": False}], ids=["ahead", "late"])
+@pytest.mark.parametrize("ahead", ["the next", "none", "chosen"])
 @pytest.mark.parametrize("strategy", [0, 1, 2])
-def test_whole_weights_train_as_one_process_whatever_units_each_rank_runs(
-    strategy, settings, ranks
-):
+def test_whole_weights_train_as_one_process_whatever_units_each_rank_runs(strategy, ahead, ranks):
     model = build(Dropping)
     mesh = init_device_mesh(device_type(), (ranks.world_size,), mesh_dim_names=("dp",))
     model, optimizer = fully_shard(
@@ -70,8 +68,13 @@ def test_whole_weights_train_as_one_process_whatever_units_each_rank_runs(
         device_mesh=mesh,
         fsdp_unit_modules=[Block],
         zero_dp_strategy=strategy,
-        **settings,
+        overlap_param_gather=ahead != "none",
     )
+    if ahead == "chosen":  # one that comes later, one that came before, and none at all
+        first, second, third, _ = model.blocks
+        model.set_modules_to_forward_prefetch([third])
+        model.unit_of(second).set_prefetch(1, [])
+        model.unit_of(third).set_prefetch(1, [model.unit_of(first)])
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, ranks.rank, step).backward()

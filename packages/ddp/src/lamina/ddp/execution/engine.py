@@ -225,8 +225,12 @@ class RegistrationOrder(Prefetcher):
 
     def begin_call(self, unit: Unit, start: Callable[[Unit], None]) -> None:
         """A unit is about to compute: begin the gathers up to its own, and those of units ahead."""
-        chosen = [self._numbers[other] for other in unit.prefetch.get(1, ())]
-        self._begin_to(1 + max(chosen, default=self._numbers[unit] + self.ahead))
+        last = own = self._numbers[unit]
+        if 1 not in unit.prefetch:
+            last += self.ahead
+        elif chosen := unit.prefetch[1]:  # somebody has said which
+            last = max(own, *map(self._numbers.__getitem__, chosen))
+        self._begin_to(last + 1)
         start(unit)  # a module around it may have written to its parameters since they were begun
 
     def begin_beside(self, unit: Unit, step: int) -> None:

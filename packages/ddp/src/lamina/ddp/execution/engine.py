@@ -33,7 +33,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 import torch
@@ -42,12 +41,10 @@ from torch import nn
 from lamina.buffers import StaleStorageError
 from lamina.collectives.engine import current_stream, profiling
 from lamina.ddp.backward.agreement import GatherLog
-from lamina.ddp.backward.gradient_hooks import AT_REST, IN_GRAPH
 from lamina.ddp.backward.reducer import BACKWARD, GradientReducer
-from lamina.ddp.compat import current_graph_task_id, graph_is_kept
-from lamina.ddp.execution.gather_budget import GatherBudget
+from lamina.ddp.compat import current_graph_task_id
 from lamina.ddp.execution.module_buffers import ModuleBuffers
-from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
+from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit, WaitingGraphs
 from lamina.ddp.group.group import ParameterGroup
 
 
@@ -91,6 +88,49 @@ class SharedSlots(Protocol):
 
     def close(self) -> None:
         """Let go of registered memory."""
+
+
+class GatherBudget:
+    """A limit on the bytes of whole weights that are there, or on their way.
+
+    A unit is gathered ahead only where it fits. One that is about to compute is always gathered:
+    units that are not computing (gathered ahead, or kept since their forward) go first. Units that
+    stay whole for a step because somebody asked for it are not counted.
+    """
+
+    def __init__(self, units: Iterable[Unit], limit: int) -> None:
+        self.limit = limit
+        self._units = tuple(units)
+
+    def fits(self, unit: Unit) -> bool:
+        """Whether a unit can be gathered beside what is there or on its way."""
+        # Units that stay whole for a step cannot be given back, so the limit is not about them.
+        live = sum(other.live_bytes for other in self._units if not other.stays_whole)
+        return live + unit.gathered_bytes - unit.live_bytes <= self.limit
+
+    def make_room(self, unit: Unit, order: Sequence[Unit], computing: Sequence[Unit]) -> None:
+        """Give back what need not be there for a unit that is about to compute.
+
+        Units run in this order: those whose turn is farthest off go first, and none in whose
+        forward we are (`computing`).
+        """
+        if self.fits(unit):
+            return
+        turn = {id(other): index for index, other in enumerate(order)}
+        here = turn.get(id(unit), 0)
+        idle = [
+            other
+            for other in self._units
+            if other.live_bytes
+            and other is not unit
+            and not other.in_backward
+            and not any(other is busy for busy in computing)
+        ]
+        idle.sort(key=lambda other: abs(turn.get(id(other), len(order)) - here), reverse=True)
+        for other in idle:
+            if self.fits(unit):
+                return
+            other.reshard()
 
 
 class Prefetcher:
@@ -265,60 +305,6 @@ class Guards:
     reads: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-class _Graphs:
-    """Graphs whose backward is still to come, or that were kept for another one.
-
-    While one waits, main parameters answer `torch.autograd.grad` in their compute parameters'
-    place; see Note [autograd.grad of main parameters] in `lamina.ddp.backward.gradient_hooks`.
-    """
-
-    def __init__(self, groups: Iterable[ParameterGroup]) -> None:
-        # Those that modules hold outside of forwards, where a user's code may name them.
-        apart = [group.main_parameters for group in groups if group.mains_are_separate]
-        self._mains = list(chain.from_iterable(apart))
-        self.kept = False
-        """Whether the newest backward keeps its graph: another may come to the same storage."""
-        self._waits = False
-        self._kept_ones = weakref.WeakSet[PendingBackward]()
-
-    def wait(self, waits: bool = True) -> None:
-        """A forward of training has ended: main parameters find their leaves in its graph."""
-        classes = IN_GRAPH if waits else AT_REST
-        for main in self._mains:
-            main.__class__ = classes.get(type(main), type(main))
-        self._waits = waits
-
-    def begin(self) -> None:
-        """A forward or a backward of the model begins."""
-        if self._waits:
-            self.wait(False)
-
-    def begin_backward(self) -> None:
-        """A backward begins, and says whether it keeps its graph."""
-        self.begin()
-        self.kept = graph_is_kept()
-        # It may be another one over a kept graph: units are there until all of its calls are back.
-        for pending in self._kept_ones:
-            pending.expect()
-
-    def expect_no_more(self) -> None:
-        """The backward has come to all of the kept graphs that it comes to."""
-        for pending in self._kept_ones:
-            pending.came_back()
-
-    def came_back(self, pending: PendingBackward) -> None:
-        """The backward has come to the end of a unit's part of its graph."""
-        if self.kept:
-            self._kept_ones.add(pending)
-        elif self._kept_ones:
-            self._kept_ones.discard(pending)
-
-    def end_backward(self, *, waits: bool) -> None:
-        """It is over; `waits` says that other graphs wait."""
-        if waits or self._kept_ones:
-            self.wait()
-
-
 class Engine:
     """Gathers, gives back and reduces the units of one model.
 
@@ -355,7 +341,7 @@ class Engine:
                 if self.guards.order is not None:
                     tell = functools.partial(_before_gather, engine, tell)
                 unit.tell_before_gathers(tell)
-        self._graphs = _Graphs(group for group in self.groups if group.requires_grad)
+        self._graphs = WaitingGraphs(group for group in self.groups if group.requires_grad)
         self._swapped = [g for g in self.groups if g.mains_are_separate and g.writes.addresses]
         self._device = next((g.device for g in self.groups), torch.device("cpu"))
         self._computing: list[Unit] = []

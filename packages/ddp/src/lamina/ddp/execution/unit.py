@@ -8,13 +8,16 @@ and backwards are still to come, and whether gradients are coming now.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from lamina.collectives.engine import Span, profiling
+from lamina.ddp.backward.gradient_hooks import AT_REST, IN_GRAPH
+from lamina.ddp.compat import graph_is_kept
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.group.weights import COMING, IN_USE, LIVE, Weights
 
@@ -55,6 +58,60 @@ class PendingBackward:
     def came_back(self) -> None:
         """It has."""
         self._pending.discard(weakref.ref(self))
+
+
+class WaitingGraphs:
+    """Graphs whose backward is still to come, or that were kept for another one.
+
+    While one waits, main parameters answer `torch.autograd.grad` in their compute parameters'
+    place; see Note [autograd.grad of main parameters] in `lamina.ddp.backward.gradient_hooks`.
+    """
+
+    def __init__(self, groups: Iterable[ParameterGroup]) -> None:
+        # Those that modules hold outside of forwards, where a user's code may name them.
+        apart = [group.main_parameters for group in groups if group.mains_are_separate]
+        self._mains = list(chain.from_iterable(apart))
+        self.kept = False
+        """Whether the newest backward keeps its graph: another may come to the same storage."""
+        self._waits = False
+        self._kept_ones = weakref.WeakSet[PendingBackward]()
+
+    def wait(self, waits: bool = True) -> None:
+        """A forward of training has ended: main parameters find their leaves in its graph."""
+        classes = IN_GRAPH if waits else AT_REST
+        for main in self._mains:
+            main.__class__ = classes.get(type(main), type(main))
+        self._waits = waits
+
+    def begin(self) -> None:
+        """A forward or a backward of the model begins."""
+        if self._waits:
+            self.wait(False)
+
+    def begin_backward(self) -> None:
+        """A backward begins, and says whether it keeps its graph."""
+        self.begin()
+        self.kept = graph_is_kept()
+        # It may be another one over a kept graph: units are there until all of its calls are back.
+        for pending in self._kept_ones:
+            pending.expect()
+
+    def expect_no_more(self) -> None:
+        """The backward has come to all of the kept graphs that it comes to."""
+        for pending in self._kept_ones:
+            pending.came_back()
+
+    def came_back(self, pending: PendingBackward) -> None:
+        """The backward has come to the end of a unit's part of its graph."""
+        if self.kept:
+            self._kept_ones.add(pending)
+        elif self._kept_ones:
+            self._kept_ones.discard(pending)
+
+    def end_backward(self, *, waits: bool) -> None:
+        """It is over; `waits` says that other graphs wait."""
+        if waits or self._kept_ones:
+            self.wait()
 
 
 class UnitCalls:

@@ -146,7 +146,7 @@ def test_lora_shards_adapters_and_sends_nothing_of_the_frozen_weights(name, rank
             model(**batch_of(name, ranks.rank, step)).loss.backward()
         assert ledger.bytes(axis="dp:gather") == sent
         assert ledger.bytes(op="reduce_scatter_fp32") == sent
-        # Beside them one message: a number for each trained parameter, and eight that ranks compare.
+        # Beside them one message: a number for each trained parameter, and eight to compare.
         assert ledger.bytes() - 2 * sent <= 8 * (sum(len(group.refs) for group in adapters) + 8)
         optimizer.step()
         optimizer.zero_grad()

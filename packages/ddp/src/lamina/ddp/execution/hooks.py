@@ -160,8 +160,9 @@ class UnitHooks:
         engine, unit = self.engine, self.unit
         training = torch.is_grad_enabled()
         marked = training and mark_outputs(engine, unit, self.member, output, self._loans[-1])
-        if training and engine.reducer.phase is not BACKWARD:  # inside of one it only runs again
-            if marked and unit.calls.members > 1:  # each has a backward to wait for
+        # A recomputation inside a backward adds no backward to wait for.
+        if training and engine.reducer.phase is not BACKWARD:
+            if marked and unit.calls.members > 1:  # each member has one
                 unit.calls.expect_member(self.member)
             elif not marked and any(group.requires_grad for group in unit.groups):
                 unit.calls.expect_unannounced()

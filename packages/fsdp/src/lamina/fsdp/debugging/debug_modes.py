@@ -2,8 +2,9 @@
 
 `check_order=True`: a unit or a forward of some ranks only is named, where it would hang others.
 Under strategy 3 a unit's gather needs all ranks, so it runs on all of them or on none. Replicas
-(HSDP, HFSDP) gather apart and reduce together, in the order in which each ran: a unit that only
-some of them run would be summed with another. Before every gather, and at the end of every forward
+(HSDP, HFSDP) gather apart and reduce together, in the order in which each ran. Where collectives of
+different units pair by chance, the end of the step refuses it, with or without this check. It finds
+the rest, and all of it earlier. Before every gather, and at the end of every forward
 and backward, ranks tell each other where they are: a small collective per axis and a
 synchronisation each time, on communicators of their own.
 

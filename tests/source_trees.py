@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,10 +39,23 @@ def sub_faces(layer: str) -> dict[str, str]:
     }
 
 
+@functools.cache
+def tree_of(source: str) -> ast.Module:
+    """Parse a text once, however many rules look at it."""
+    return ast.parse(source)
+
+
+@functools.cache
+def nodes_of(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a module, in the order of `ast.walk`, which is slow and is asked once."""
+    return tuple(ast.walk(tree))
+
+
+@functools.cache
 def names_of(tree: ast.Module) -> dict[str, str]:
     """Map every name that an import binds in the module to the dotted path it stands for."""
     bound: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 root = alias.name.split(".")[0]
@@ -63,30 +76,32 @@ def dotted(node: ast.expr, bound: dict[str, str]) -> str | None:
     return None
 
 
-def lamina_imports(tree: ast.Module) -> Iterator[tuple[int, str, str | None]]:
-    """Yield (line, module, name or None) of every import of lamina, by statement or by string.
+@functools.cache
+def lamina_imports(tree: ast.Module) -> list[tuple[int, str, str | None]]:
+    """Return (line, module, name or None) of every import of lamina, by statement or by string.
 
     Imports within functions and those for types are imports like any other.
     """
     bound = names_of(tree)
-    for node in ast.walk(tree):
+    imports: list[tuple[int, str, str | None]] = []
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name, None
+            imports += [(node.lineno, alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             for alias in node.names:
                 if node.module == "lamina":
-                    yield node.lineno, f"lamina.{alias.name}", None
+                    imports.append((node.lineno, f"lamina.{alias.name}", None))
                 else:
-                    yield node.lineno, node.module, alias.name
+                    imports.append((node.lineno, node.module, alias.name))
         elif isinstance(node, ast.Call) and dotted(node.func, bound) == "importlib.import_module":
             for word in node.args[:1]:
-                yield node.lineno, str(getattr(word, "value", "")), None
+                imports.append((node.lineno, str(getattr(word, "value", "")), None))
+    return imports
 
 
 def public_face(source: str) -> frozenset[str]:
     """The names in `__all__`, read without importing the layer."""
-    for node in ast.parse(source).body:
+    for node in tree_of(source).body:
         target = node.target if isinstance(node, ast.AnnAssign) else None
         target = node.targets[0] if isinstance(node, ast.Assign) else target
         if isinstance(target, ast.Name) and target.id == "__all__":

@@ -22,9 +22,11 @@ from source_trees import (
     ROOT,
     lamina_imports,
     names_of,
+    nodes_of,
     public_face,
     source_of,
     sub_faces,
+    tree_of,
 )
 
 # The floors of each layer from the ground up: its folders, and the files beside them. A floor
@@ -76,7 +78,7 @@ class House:
 
     @cached_property
     def trees(self) -> dict[str, ast.Module]:
-        return {path: ast.parse(source) for path, source in self.sources.items()}
+        return {path: tree_of(source) for path, source in self.sources.items()}
 
     @cached_property
     def imports(self) -> dict[str, set[str]]:
@@ -95,7 +97,7 @@ class House:
         """Yield (path, name) of modules, folders, classes, functions, methods and attributes."""
         for path, tree in self.trees.items():
             yield from ((path, word) for word in PurePosixPath(path).with_suffix("").parts[1:])
-            for node in ast.walk(tree):
+            for node in nodes_of(tree):
                 if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                     yield path, node.name
                 targets = node.targets if isinstance(node, ast.Assign) else []
@@ -111,7 +113,7 @@ class House:
     def local_names(self) -> Iterator[tuple[str, str]]:
         """Yield (path, name) of parameters and of variables, wherever they are assigned."""
         for path, tree in self.trees.items():
-            for node in ast.walk(tree):
+            for node in nodes_of(tree):
                 if isinstance(node, ast.arg):
                     yield path, node.arg
                 elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -334,7 +336,7 @@ def names_say_the_thing(house: House) -> Iterator[str]:
 def terms_are_in_use(house: House) -> Iterator[str]:
     """What the glossary explains is a name of a module, class, function, attribute or argument."""
     names = {tuple(words_of(name)) for _, name in house.definitions()}
-    nodes = (node for tree in house.trees.values() for node in ast.walk(tree))
+    nodes = (node for tree in house.trees.values() for node in nodes_of(tree))
     names |= {tuple(words_of(node.arg)) for node in nodes if isinstance(node, ast.arg)}
     for term in house.terms:
         if not any(holds_words(list(name), form) for name in names for form in forms_of(term)):
@@ -344,7 +346,7 @@ def terms_are_in_use(house: House) -> Iterator[str]:
 def docstrings_are_in_one_style(house: House) -> Iterator[str]:
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for path, tree in house.trees.items():
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if not isinstance(node, documented) or not (text := ast.get_docstring(node, False)):
                 continue
             name = getattr(node, "name", "the module")
@@ -380,7 +382,7 @@ def attributes_of(cls: ast.ClassDef) -> set[str]:
 def classes_do_one_thing(house: House) -> Iterator[str]:
     """At most 15 attributes and 25 methods; the settings of a user, a dataclass, set aside."""
     for path, tree in house.trees.items():
-        for cls in ast.walk(tree):
+        for cls in nodes_of(tree):
             if not isinstance(cls, ast.ClassDef) or path.split("/")[0] not in COUNTED:
                 continue
             if any("dataclass" in ast.unparse(decorator) for decorator in cls.decorator_list):
@@ -398,7 +400,7 @@ def objects_store_to_themselves(house: House) -> Iterator[str]:
     autograd function, which torch makes for that.
     """
     for path, tree in house.trees.items():
-        for node in ast.walk(tree) if path.split("/")[0] in ENGINE else ():
+        for node in nodes_of(tree) if path.split("/")[0] in ENGINE else ():
             if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
                 continue
             owner = ast.unparse(node.value)

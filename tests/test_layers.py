@@ -7,6 +7,7 @@ sources that each rule fails when it is broken.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -21,9 +22,11 @@ from source_trees import (
     dotted,
     lamina_imports,
     names_of,
+    nodes_of,
     public_face,
     source_of,
     sub_faces,
+    tree_of,
 )
 
 COLLECTIVES = frozenset(
@@ -64,18 +67,21 @@ DISTRIBUTED = ("torch.distributed", "torch.distributed.distributed_c10d")
 MESHES = ("torch.distributed", "torch.distributed.device_mesh", "torch.distributed.tensor")
 
 
-def references(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
-    """Yield (line, full path, whether called) of all that the module imports and touches."""
+@functools.cache
+def references(tree: ast.Module) -> list[tuple[int, str, bool]]:
+    """Return (line, full path, whether called) of all that the module imports and touches."""
     bound = names_of(tree)
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
+    called = {id(node.func) for node in nodes_of(tree) if isinstance(node, ast.Call)}
+    touched: list[tuple[int, str, bool]] = []
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute | ast.Name):
             path = dotted(node, bound)
             if path is not None:
-                yield node.lineno, path, id(node) in called
+                touched.append((node.lineno, path, id(node) in called))
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            for alias in node.names:
-                yield node.lineno, f"{node.module}.{alias.name}", False
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            touched += [(node.lineno, name, False) for name in names]
+    return touched
 
 
 def reads_environment(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -94,7 +100,7 @@ def makes_groups(tree: ast.Module) -> Iterator[tuple[int, str]]:
         )
         if (front in (*DISTRIBUTED, *MESHES) and name in GROUP_MAKERS) or makes_mesh or backend:
             yield line, f"{path}: {remedy}"
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("_flatten", "_unflatten"):
             yield node.lineno, f".{node.attr}: makes a mesh, and {remedy}"
 
@@ -110,7 +116,7 @@ def communicates(tree: ast.Module) -> Iterator[tuple[int, str]]:
         inside = any(path.startswith(f"{module}.") for module in COLLECTIVE_MODULES)
         if (front in DISTRIBUTED and name in COLLECTIVES) or inside:
             yield line, f"{path}: {remedy}"
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         method = node.func.attr if is_method_call(node) else None
         if method in GROUP_METHODS:
             yield node.lineno, f".{method}(): {remedy}"
@@ -119,7 +125,7 @@ def communicates(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def imports_wrongly(
     tree: ast.Module, layer: str, faces: dict[str, frozenset[str]]
 ) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ImportFrom) and node.level > 1:
             yield node.lineno, "relative import from above: write the full module path"
     for line, module, name in lamina_imports(tree):
@@ -137,7 +143,7 @@ def imports_wrongly(
 
 def complaints(source: str, layer: str, faces: dict[str, frozenset[str]]) -> list[str]:
     """Everything in one module of `layer` that crosses the lines of CONTRIBUTING.md, "A layer"."""
-    tree = ast.parse(source)
+    tree = tree_of(source)
     found = list(imports_wrongly(tree, layer, faces))
     if layer != "mesh":
         found += [*reads_environment(tree), *makes_groups(tree)]

@@ -190,9 +190,9 @@ def test_deep_models_follow_the_line_of_shallow_ones():
 
 
 def test_a_pipeline_holds_what_its_own_stage_does_however_many_passes_it_makes():
-    """Twenty microbatches, planned from four and six of them, beside all twenty."""
+    """Nine microbatches, planned from four and six of them, beside all nine."""
     layout = ParallelLayout(pp=2, dp_shard=-1)
-    job = replace(JOB, ranks=4, layout=layout, batch=20, microbatches=20)
+    job = replace(JOB, ranks=4, layout=layout, batch=9, microbatches=9)
     planned = plan(job)
     for stage in planned.stages:
         whole = play(job, stage.rank).record
@@ -397,7 +397,7 @@ def run_command(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("words", HERE)
 def test_each_command_of_the_page_runs_for_a_small_model(run_command, tmp_path, words):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    small = {"--model": str(tmp_path), "--ranks": "8", "--sequence": "64"}
+    small = {"--model": str(tmp_path), "--ranks": "8", "--sequence": "64", "--microbatches": "4"}
     for name, value in small.items():
         words = re.sub(rf"{name} \S+", f"{name} {value}", words)
     run_command(words.replace("tp=8", "tp=2"))

@@ -21,6 +21,7 @@ from lamina_testing.report import RanksFailed, RanksReport
 # What test modules import: once in the fork server, or else in every rank of every test.
 PRELOADED = (
     "torch._dynamo",
+    "torch._inductor.compile_fx",  # the first compilation imports it, with any backend: 1.5 s
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",

@@ -51,7 +51,7 @@ def places(ranks):
     return [{name: str(value) for name, value in one.items()} for one in each]
 
 
-def play(wrapper, fault, phase="step", *, ranks=2, limit=15.0, soft_limit=3.0):
+def play(wrapper, fault, phase="step", *, ranks=2, limit=45.0, soft_limit=3.0):
     """Run one job until all its ranks have ended, or for `limit` seconds after the fault.
 
     A job whose last rank is stopped, or asleep, ends when the others have told so.

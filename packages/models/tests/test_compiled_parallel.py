@@ -107,21 +107,21 @@ def compiles_into_one_graph(mode) -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=300)  # 7 s of each rank, which take 60 at load 60
 @pytest.mark.parametrize("mode", modes(quick=True), ids=str)
 def test_a_model_compiles_into_one_graph_over_ranks(mode):
     compiles_into_one_graph(mode)
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=300)
 @pytest.mark.parametrize("mode", modes(quick=False), ids=str)
 def test_models_of_other_kinds_compile_into_one_graph_over_ranks(mode):
     compiles_into_one_graph(mode)
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=300)  # Inductor compiles, and a busy machine gives it little
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_ranks_communicate_in_one_order_whatever_the_compiler_exchanges(mode):
     # The order is Inductor's. Ranks whose orders differ would wait for each other for ever.

@@ -122,14 +122,14 @@ REFUSED = {
 def check_parity(kind: str, plan: dict[str, str] | None = None, **options: bool) -> None:
     """Bounds of rounding, which differs from CPU to CPU.
 
-    Logits were apart by 1e-6 on one and 2.1e-6 on another, and a gradient of olmo_hybrid by 3.1e-5
-    on a third. A term that is left out or counted twice is away by 1e-2 and more.
+    Logits were apart by 1e-6 on one and 2.1e-6 on another, and olmo_hybrid's gradients by 3.1e-5
+    and parameters by 3.1e-6 on a third. A term that is left out or counted twice is away by 1e-2 and more.
     """
     apart = differences(kind, plan, **options)
     assert apart.pop("logits") < ROUNDING
     gradients = {name: value for name, value in apart.items() if name.startswith("grad ")}
     assert max(gradients.values()) < 1e-4, max(gradients.items(), key=lambda item: item[1])
-    assert max(value for name, value in apart.items() if name not in gradients) < 3e-6
+    assert max(value for name, value in apart.items() if name not in gradients) < 1e-5
 
 
 @pytest.mark.ranks(2)

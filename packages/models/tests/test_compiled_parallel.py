@@ -107,7 +107,7 @@ def compiles_into_one_graph(mode) -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.ranks(2, timeout=300)  # 7 s of each rank, which take 60 at load 60
+@pytest.mark.ranks(2, timeout=300)  # a rank compiles for 7 s, and for 60 at load 60
 @pytest.mark.parametrize("mode", modes(quick=True), ids=str)
 def test_a_model_compiles_into_one_graph_over_ranks(mode):
     compiles_into_one_graph(mode)

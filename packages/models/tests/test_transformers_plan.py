@@ -40,7 +40,7 @@ def build(kind: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return model
+    return model.double() if kind in IN_DOUBLE else model
 
 
 def train(model: Any, finish: Any = lambda: None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -92,6 +92,8 @@ def differences(
     return apart
 
 
+IN_DOUBLE = ("olmo_hybrid",)
+"""Types whose fp32 rounds too much: 3.1e-5 between gradients on one CPU, and 1e-15 in double."""
 UNCONVERTED = {
     "ministral3": "attention and MLP alone",
     "deepseek_v32": "latent attention with an indexer, experts",
@@ -120,16 +122,15 @@ REFUSED = {
 
 
 def check_parity(kind: str, plan: dict[str, str] | None = None, **options: bool) -> None:
-    """Bounds of rounding, which differs from CPU to CPU.
+    """Bounds of rounding, which differs from CPU to CPU (logits: 1e-6 on one, 2.1e-6 on another).
 
-    Logits were apart by 1e-6 on one and 2.1e-6 on another, and olmo_hybrid's gradients by 3.1e-5
-    and parameters by 3.1e-6 on a third. A term that is left out or counted twice is away by 1e-2 and more.
+    A term that is left out or counted twice is away by 1e-2 and more.
     """
     apart = differences(kind, plan, **options)
     assert apart.pop("logits") < ROUNDING
     gradients = {name: value for name, value in apart.items() if name.startswith("grad ")}
-    assert max(gradients.values()) < 1e-4, max(gradients.items(), key=lambda item: item[1])
-    assert max(value for name, value in apart.items() if name not in gradients) < 1e-5
+    assert max(gradients.values()) < 3e-5, max(gradients.items(), key=lambda item: item[1])
+    assert max(value for name, value in apart.items() if name not in gradients) < 3e-6
 
 
 @pytest.mark.ranks(2)

@@ -147,6 +147,14 @@ def test_shards_together_are_the_product_and_the_last_writes_the_page(suite):
     assert "| 32 | 1 | 0 |" in (suite / "docs/matrix.md").read_text()
 
 
+def test_shards_of_a_default_run_part_its_tests(suite):
+    passed = [
+        int(run(suite, *words)[1].split()[0]) for words in ([], ["--shard=1/2"], ["--shard=2/2"])
+    ]
+    assert passed[0] == passed[1] + passed[2]
+    assert all(passed)
+
+
 def test_a_run_that_failed_goes_on_with_what_has_not_passed(suite):
     run(suite, "--full", "-m", "matrix", "--shard=1/2")
     (suite / "door").touch()

@@ -1,6 +1,7 @@
 """Every architecture, tiny, over eight layouts: on ranks over gloo, and planned on fake ones.
 
-Four ranks are a step of CI (`python3 noxfile.py -s architectures`), eight are in the weekly job.
+Four ranks are a step of CI (`python3 noxfile.py -s architectures`), which takes half of the tests
+with each commit. Eight ranks are in the weekly job.
 """
 
 from __future__ import annotations

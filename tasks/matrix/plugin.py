@@ -8,11 +8,12 @@
 
 The axes are the test's parameters. By default the cases of a pairwise cover run: every two values
 that can meet do meet in one of them. `--full` runs the whole product and keeps a record, so that a
-run that was cut off goes on; `--shard i/n` takes one of n parts of it. `where` is a predicate over
-the parameters, by name: cases for which it is false don't exist. `limit` is the most cases that the
-cover may have. `strength=1` is for axes that have nothing to do with each other: the cover has each
-value once, instead of each pair. `few=3` is for cases that prove much the same and take long:
-the default run takes three cases of the cover, evenly spaced.
+run that was cut off goes on. `--shard i/n` takes one of n parts of it, and without `--full` one of
+n parts of the tests that were chosen. `where` is a predicate over the parameters, by name: cases
+for which it is false don't exist. `limit` is the most cases that the cover may have. `strength=1`
+is for axes that have nothing to do with each other: the cover has each value once, instead of each
+pair. `few=3` is for cases that prove much the same and take long: the default run takes three cases
+of the cover, evenly spaced.
 
 `--results FILE` adds each test's result to a file as soon as the test has ended, and leaves out the
 tests that the file says have ended without a failure: so a cell of the matrix goes on.
@@ -41,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--full", action="store_true", help="run whole products of tests marked `matrix`"
     )
-    group.addoption("--shard", type=shard, metavar="I/N", help="with --full: part I of N")
+    group.addoption("--shard", type=shard, metavar="I/N", help="part I of N of the tests")
     group.addoption(
         "--results",
         type=Path,
@@ -64,8 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "matrix(where=None, limit=40, strength=2, few=None): a cover of the parameters, or --full"
     )
     config.addinivalue_line("markers", line)
-    if config.getoption("--shard") and not config.getoption("--full"):
-        raise pytest.UsageError("--shard is a part of the whole product: add --full")
     if config.getoption("--full"):
         config.stash[RECORD] = Record.of_tree(config.rootpath)
         if not hasattr(config, "workerinput"):
@@ -92,6 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dropped |= set(cases) - set(kept)
     if full(config):
         config.stash[RECORD].add_products(products)
+    part = config.getoption("--shard") or (1, 1)
+    dropped |= {item for item in items if not in_shard(item.nodeid, *part)}
     dropped |= ended_before(config.getoption("--results"), items)
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
@@ -120,9 +121,8 @@ def steps(pytestconfig: pytest.Config) -> int:
 
 
 def wanted(config: pytest.Config, case: pytest.Function) -> bool:
-    """Whether a case of the whole product runs now."""
-    part = config.getoption("--shard") or (1, 1)
-    return in_shard(case.nodeid, *part) and not config.stash[RECORD].settled(case.nodeid)
+    """Whether a case of the whole product is still to run, in this shard or another one."""
+    return not config.stash[RECORD].settled(case.nodeid)
 
 
 def settings(case: pytest.Function) -> dict[str, Any]:

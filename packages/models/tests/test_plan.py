@@ -192,7 +192,8 @@ def test_deep_models_follow_the_line_of_shallow_ones():
 def test_a_pipeline_holds_what_its_own_stage_does_however_many_passes_it_makes():
     """Nine microbatches, planned from four and six of them, beside all nine."""
     layout = ParallelLayout(pp=2, dp_shard=-1)
-    job = replace(JOB, ranks=4, layout=layout, batch=9, microbatches=9)
+    short = replace(CONFIG, num_layers=2)  # a layer for each stage: the passes are the question
+    job = replace(JOB, config=short, ranks=4, layout=layout, batch=9, microbatches=9)
     planned = plan(job)
     for stage in planned.stages:
         whole = play(job, stage.rank).record
@@ -292,8 +293,8 @@ def test_a_check_names_the_memory_that_is_missing_and_settings_without_effect(mo
 NET = GatedDeltaNet(key_heads=2, value_heads=4, key_width=16, value_width=16)
 KINDS = {
     "delta nets beside experts": {
-        "layers": (LayerSpec(attention=NET),) * 3 + (LayerSpec(),),
-        "moe": MoEConfig(num_experts=8, top_k=2, ffn_size=32), "num_layers": 4,
+        "layers": (LayerSpec(attention=NET), LayerSpec()),
+        "moe": MoEConfig(num_experts=8, top_k=2, ffn_size=32), "num_layers": 2,
     },
     "letters": {
         "layer_pattern": "M*M-", "num_layers": 4,
@@ -302,7 +303,7 @@ KINDS = {
     "latent attention": {
         "mla": LatentAttention(kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16,
                                qk_rope_head_dim=16, v_head_dim=16),
-        "moe": MoEConfig(num_experts=8, top_k=2, ffn_size=32, first_dense=1), "num_layers": 4,
+        "moe": MoEConfig(num_experts=8, top_k=2, ffn_size=32, first_dense=1), "num_layers": 2,
     },
 }  # fmt: skip
 

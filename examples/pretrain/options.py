@@ -11,9 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import tyro
 from config import LIMITS, Config, check
+from torch.torch_version import TorchVersion
 
 from lamina.collectives.engine import CommonFacts
 from lamina.mesh import Runtime
@@ -131,9 +133,33 @@ def configure(arguments: list[str], runtime: Runtime) -> Config:
         with refusals(speak=runtime.is_main):
             config = load(arguments, runtime.device.type, speak=runtime.is_main)
             check(config, runtime.world_size)
+            check_compiler(config, runtime.device.type)
             if config.dry_run:
                 raise ValueError("dry_run in a file: give --dry-run on the command line instead")
             facts = [(name, str(value)) for name, value in flat(asdict(config))]
             return config
     finally:  # The launcher ends all ranks when one fails: this waits until the first has spoken.
         CommonFacts("settings", [dist.group.WORLD]).require(facts)
+
+
+def check_compiler(config: Config, device_type: str, torch_file: str = torch.__file__) -> None:
+    """Refuse --compile where torch cannot link what it has compiled for a CPU.
+
+    Its linker's command has the folder of torch's libraries without quotes
+    (pytorch/pytorch#191010). GPUs get kernels of Triton, which are not linked so.
+
+    Args:
+        config: of the run.
+        device_type: "cpu" or "cuda".
+        torch_file: where torch lies.
+
+    Raises:
+        ValueError: torch is older than 2.14 and lies under a path with a space.
+    """
+    old = TorchVersion(torch.__version__) < "2.14"
+    if config.compile and device_type == "cpu" and old and " " in torch_file:
+        raise ValueError(
+            f"--compile: on a CPU torch {torch.__version__} cannot link under a path with a space, "
+            f"and lies in {Path(torch_file).parent}; clone into a path without spaces, or leave "
+            "--compile out"
+        )

@@ -13,7 +13,7 @@ import pytest
 from build import make_model, model_shape
 from config import LIMITS, Config, ModelConfig, TrainConfig, check, unused
 from dry_run import ranks_of
-from options import CONFIGS, OptionError, configure, from_toml, load
+from options import CONFIGS, OptionError, check_compiler, configure, from_toml, load
 
 from lamina.collectives import DisagreementError
 from lamina.mesh import ParallelLayout, init_distributed
@@ -144,6 +144,18 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_ones_in_a_pipe
         check(config, ranks=4)
     check(config, ranks=10)
     check(replace(config, mesh="dp_shard=-1"), ranks=4)  # elsewhere it is cut unevenly
+
+
+def test_compiling_for_a_cpu_is_refused_where_torch_cannot_link(monkeypatch):
+    compiled, place = Config(compile=True), "/home/a user/lib/torch/__init__.py"
+    monkeypatch.setattr("torch.__version__", "2.13.0")
+    with pytest.raises(ValueError, match="lies in /home/a user/lib/torch; clone into a path"):
+        check_compiler(compiled, "cpu", place)
+    check_compiler(compiled, "cuda", place)
+    check_compiler(compiled, "cpu", place.replace(" ", ""))
+    check_compiler(Config(), "cpu", place)
+    monkeypatch.setattr("torch.__version__", "2.14.0")
+    check_compiler(compiled, "cpu", place)
 
 
 def test_the_same_bits_are_promised_only_where_they_are_kept():

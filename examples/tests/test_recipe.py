@@ -28,6 +28,7 @@ from recipe_runs import (
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lamina_testing.client import ForkServer
+from lamina_testing.inductor import needs_inductor
 from lamina_testing.programs import Ended, run_ranks
 
 
@@ -70,6 +71,7 @@ def test_products_in_fp8_and_compiled_blocks_train(tmp_path):
 
 
 @pytest.mark.slow  # minutes of compiling
+@needs_inductor
 @pytest.mark.ranks(4, timeout=600)
 def test_the_readmes_command_over_two_axes_in_fp8_compiled_trains_and_evaluates(tmp_path):
     axes = ("--mesh", "tp=2,pp=2,dp_shard=-1", "--recompute", "selective")
@@ -86,6 +88,7 @@ def test_the_readmes_command_over_two_axes_in_fp8_compiled_trains_and_evaluates(
 
 
 @pytest.mark.slow  # two minutes of compiling
+@needs_inductor
 @pytest.mark.ranks(2, timeout=400)
 def test_compiled_blocks_train_evaluate_and_write_to_the_end_of_a_run(tmp_path):
     check_layouts(tmp_path, "llama3-8b", ["dp_shard=2"], "--compile", "--eval.samples", "1")
@@ -96,6 +99,7 @@ def test_compiled_blocks_train_evaluate_and_write_to_the_end_of_a_run(tmp_path):
 
 
 @pytest.mark.slow
+@needs_inductor  # the job asks before it starts, also for another compiler
 @pytest.mark.ranks(1, timeout=400)
 def test_several_kinds_of_blocks_compile_to_the_end_of_a_run(tmp_path, monkeypatch):
     whole, compiled = torch.nn.Module.compile, []

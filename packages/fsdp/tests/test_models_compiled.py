@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.fsdp import fully_shard
 from lamina_testing import device_type
+from lamina_testing.inductor import needs_inductor
 from lamina_testing.toys import Block, OddNet
 
 from .module_parity import STRATEGIES, build, compare, one_process, plain_loss, sgd, train
@@ -48,7 +49,7 @@ CASES = pytest.mark.parametrize(
 @pytest.mark.slow
 @pytest.mark.ranks(2, timeout=300)
 @CASES
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_inductor)])
 @pytest.mark.parametrize("units", [None, [Block]], ids=["found", "named"])
 @STRATEGIES
 def test_compiled_blocks(strategy, units, backend, how, when, ranks):

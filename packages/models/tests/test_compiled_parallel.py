@@ -20,6 +20,7 @@ from lamina.models import (
     apply_recompute,
 )
 from lamina_testing import device_type
+from lamina_testing.inductor import needs_inductor
 
 LLAMA = TransformerConfig(
     vocab_size=61, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_size=48,
@@ -121,6 +122,7 @@ def test_models_of_other_kinds_compile_into_one_graph_over_ranks(mode):
 
 
 @pytest.mark.slow
+@needs_inductor
 @pytest.mark.ranks(2, timeout=300)  # Inductor compiles, and a busy machine gives it little
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_ranks_communicate_in_one_order_whatever_the_compiler_exchanges(mode):

@@ -94,7 +94,7 @@ def test_a_plans_peak_and_bytes_are_those_of_a_step(ranks, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(1, 2, 4, backend="gloo")
+@pytest.mark.ranks(1, 2, 4, backend="gloo", timeout=400)  # ten plans and steps
 @pytest.mark.parametrize("tens", range(7))
 def test_two_hundred_plans_have_the_peak_and_bytes_of_their_steps(ranks, tens):
     jobs = [sampled(10 * tens + seed, ranks.world_size) for seed in range(10)]

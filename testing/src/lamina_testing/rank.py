@@ -31,6 +31,7 @@ from _pytest._io import TerminalWriter
 from _pytest.config import parse_warning_filter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lamina_testing.busy_clock import LONGEST
 from lamina_testing.jobs import (
     STACK_SIGNAL,
     Argument,
@@ -240,8 +241,8 @@ def _join(assignment: Assignment, rank: int) -> torch.device:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if job.init and not dist.is_initialized():
-        # A little more than the test may take: the plugin's own timeout shows stacks, this doesn't.
-        limit = datetime.timedelta(seconds=job.timeout + 30)
+        # More than the test may take: the plugin's own timeout shows stacks, this one doesn't.
+        limit = datetime.timedelta(seconds=LONGEST * job.timeout + 30)
         if job.backend == "fake":
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.world_size)
         else:

@@ -11,8 +11,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from lamina_testing.busy_clock import BusyClock, share_of_a_core
 from lamina_testing.jobs import STACK_SIGNAL, Job, RankOutcome, Release, receive, send
 
+# Of a clock that goes slower on a busy machine: the first three.
 _GRACE = 5.0  # seconds that other ranks get to end by themselves after one has failed
 _HOLD = 10.0  # seconds that ranks which have passed stay connected for the others
 _END = 10.0  # seconds to leave the process group and exit
@@ -70,8 +72,10 @@ class Supervision:
         self.place = place
         self.members = members
         self.known: dict[int, RankOutcome] = {}
+        self.heard: dict[int, float] = {}  # when: by the clock
         self.released = False
-        self.deadline = time.monotonic() + job.timeout
+        self.clock = BusyClock()
+        self.deadline = job.timeout
 
     def outcomes(self) -> list[RankOutcome]:
         """Wait for all ranks; at the deadline take stacks of those that still run."""
@@ -79,7 +83,7 @@ class Supervision:
             selector.register(self.control, selectors.EVENT_READ)
             for member in self.members:
                 selector.register(member.connection, selectors.EVENT_READ, member)
-            while self.running() and time.monotonic() < self.deadline:
+            while self.running() and self.clock.seconds() < self.deadline:
                 for key, _ in selector.select(timeout=_POLL):
                     if key.data is None:
                         self.abandon()
@@ -105,14 +109,15 @@ class Supervision:
             now = time.monotonic()
             outcome = RankOutcome(member.rank, "died", now, _ending(member))
         self.known[member.rank] = outcome
+        self.heard[member.rank] = self.clock.seconds()
 
     def hasten(self) -> None:
         """Once a rank has failed, or passed long ago, don't let the others wait for it."""
-        now = time.monotonic()
+        now = self.clock.seconds()
         if any(outcome.status in _BAD or outcome.for_all_ranks for outcome in self.known.values()):
             self.deadline = min(self.deadline, now + _GRACE)
             self.release()
-        elif any(outcome.time + _HOLD < now for outcome in self.known.values()):
+        elif any(at + _HOLD < now for at in self.heard.values()):
             self.release()
             if self.is_steered():
                 self.deadline = now
@@ -174,7 +179,7 @@ class Supervision:
             return True
         for member in self.members:
             member.tell(Release(stays=True))
-            member.connection.settimeout(_END)
+            member.connection.settimeout(_END / share_of_a_core())
         try:
             return all(receive(member.connection) is not None for member in self.members)
         except TimeoutError:
@@ -187,7 +192,7 @@ class Supervision:
         """End all processes; a rank that passed but cannot end has not passed."""
         self.release()
         for member in self.members:
-            code = member.end(patience=_END if self.released else 0.0)
+            code = member.end(patience=_END / share_of_a_core() if self.released else 0.0)
             outcome = self.known[member.rank]
             ended_here = outcome.status in _BAD or outcome.for_all_ranks
             if self.released and not ended_here and code != 0:

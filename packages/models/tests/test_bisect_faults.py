@@ -116,7 +116,7 @@ CASES = {
         "experts", "dp_shard 2, expert_tp 2", "blocks.0.mlp", "output",
     ),
     "B and C of Mamba are cut as if they were x": Case(
-        planted("models/mamba/block.py",
+        planted("models/mamba/convolution.py",
                 "fill(self.weight, draw, self.init_seed, self.axis, blocks=self.blocks)",
                 "fill(self.weight, draw, self.init_seed, self.axis)"),
         "mamba", "tp 2", "blocks.0.mixer.conv", "parameter before",

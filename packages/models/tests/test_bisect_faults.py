@@ -196,7 +196,7 @@ def test_a_fault_is_named_by_its_module(name, ranks, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2, backend="gloo", timeout=300)  # traces are of a CPU
+@pytest.mark.ranks(2, backend="gloo")  # traces are of a CPU
 @pytest.mark.parametrize("name", [name for name in TWO if name not in QUICK])
 def test_every_other_fault_is_named(name, ranks, tmp_path):
     names_its_module(CASES[name], ranks, tmp_path)

@@ -14,7 +14,7 @@ from pathlib import Path
 from lamina_testing.busy_clock import BusyClock, share_of_a_core
 from lamina_testing.jobs import STACK_SIGNAL, Job, RankOutcome, Release, receive, send
 
-# Of a clock that goes slower on a busy machine: the first three.
+# The first three are seconds of `BusyClock`, which goes slower on a busy machine.
 _GRACE = 5.0  # seconds that other ranks get to end by themselves after one has failed
 _HOLD = 10.0  # seconds that ranks which have passed stay connected for the others
 _END = 10.0  # seconds to leave the process group and exit
@@ -72,7 +72,7 @@ class Supervision:
         self.place = place
         self.members = members
         self.known: dict[int, RankOutcome] = {}
-        self.heard: dict[int, float] = {}  # when: by the clock
+        self.heard: dict[int, float] = {}  # when each outcome came, by the clock
         self.released = False
         self.clock = BusyClock()
         self.deadline = job.timeout

@@ -86,6 +86,9 @@ PAIRS = {
     ("keep_full_precision=('*norm*',)", "enable_fine_grained_param_gather"): "the same: what it "
     "names is a unit of its own",
     ("reproducible", "invariant"): "the second is the first, and asks more of modules",
+    ("reduce_budget=4096", "reproducible"): "two units of this model, which is the default too "
+    "where each microbatch is reduced",
+    ("reduce_budget=4096", "invariant"): "the same",
     ("reproducible", "grad_comm_dtype"): "sums of eight numbers in bf16 are exact in any order",
     ("reproducible", "param_dtype"): "the same: gradients travel in bf16",
     ("output_dtype=torch.bfloat16", "param_dtype"): "outputs are in that dtype already",

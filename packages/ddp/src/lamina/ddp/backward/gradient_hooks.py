@@ -264,8 +264,10 @@ def hook_leaves(group: ParameterGroup, hook_of: Callable[[int], LeafHook]) -> li
         hook = hook_of(index)
         for leaf in (ref.parameter,) if main is ref.parameter else (ref.parameter, main):
             wants = leaf.requires_grad
-            # One that is frozen for now has no node of its own otherwise.
-            node = get_gradient_edge(leaf.requires_grad_(True)).node
+            # One that is frozen for now has no node of its own otherwise. Inference mode, in which
+            # a first forward of `shard_module` may come here, makes none at all.
+            with torch.inference_mode(False):
+                node = get_gradient_edge(leaf.requires_grad_(True)).node
             leaf.requires_grad_(wants)
             # Before the node itself, which then finds nothing to accumulate.
             node.register_prehook(hook)

@@ -58,9 +58,12 @@ class _AfterBackward(torch.autograd.Function):
         pending: PendingBackward,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Hand the inputs on, and remember whose they are."""
+        """Hand aliases of the inputs on, and remember whose they are.
+
+        Autograd lets nobody write into an input that is handed on as it is.
+        """
         ctx.engine, ctx.unit, ctx.pending = engine, unit, pending
-        return inputs
+        return tuple([tensor.detach() for tensor in inputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -95,7 +98,7 @@ class UnitHooks:
         self._in_method = False
         """Inside a registered method: calls of `forward` from there find the unit gathered, and
         must not release it under the method's feet."""
-        self._loans: list[Loan | None] = []
+        self._loans: list[Loan] = []
         """Of calls that are going on, the innermost last: a module may call itself."""
         # An attribute, and no look at `__dict__`: of that `torch.compile` makes no guard, so what
         # it compiled before the first call would be taken in all later ones.
@@ -130,7 +133,7 @@ class UnitHooks:
         # Tensors and numbers are handed on as a new tuple. What holds tensors is the caller's, and
         # only lent others.
         given = (*args, *kwargs.values())
-        self._loans.append(loan := None if _FLAT.issuperset(map(type, given)) else Loan())
+        self._loans.append(loan := Loan(is_flat=_FLAT.issuperset(map(type, given))))
         engine, unit = self.engine, self.unit
         # A transform would take views of weights along that a release takes the memory from.
         if unit.gathered and function_transform() is not None:
@@ -149,8 +152,7 @@ class UnitHooks:
         if unit.dress is not None:
             unit.dress.show()
         given = _mark_inputs(engine, unit, given, dtype, loan)
-        if loan is not None:
-            loan.begin()
+        loan.begin()
         return given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
@@ -158,8 +160,10 @@ class UnitHooks:
         if self._in_method:
             return None
         engine, unit = self.engine, self.unit
-        training = torch.is_grad_enabled()
-        marked = training and mark_outputs(engine, unit, self.member, output, self._loans[-1])
+        training, loan = torch.is_grad_enabled(), self._loans[-1]
+        # What the module has written into is an output of it, like what it returns.
+        written = [*loan.bring_back(unit.title), *loan.written()]
+        marked = training and mark_outputs(engine, unit, self.member, output, written)
         # A recomputation inside a backward adds no backward to wait for.
         if training and engine.reducer.phase is not BACKWARD:
             if marked and unit.calls.members > 1:  # each member has one
@@ -175,8 +179,8 @@ class UnitHooks:
 
     def give_back(self, *_: Any) -> None:
         """The call is over, also if it raised: the caller's containers are the caller's again."""
-        if not self._in_method and self._loans and (loan := self._loans.pop()) is not None:
-            loan.end()
+        if not self._in_method and self._loans:
+            self._loans.pop().end()
 
     def call(self, module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method of the unit's module as if it was `forward`."""
@@ -340,11 +344,11 @@ def _mark_inputs(
     unit: Unit,
     given: tuple[Any, ...],
     dtype: torch.dtype | None,
-    loan: Loan | None,
+    loan: Loan,
 ) -> tuple[Any, ...]:
     """The inputs: floating ones cast to a dtype, and those that need gradients marked.
 
-    `loan` is None where they hold no tensors inside, see `_FLAT`.
+    Those that change are lent until `loan` ends.
     """
     tensors: dict[int, torch.Tensor] = {}
 
@@ -352,7 +356,7 @@ def _mark_inputs(
         """Remember a tensor, and leave it as it is."""
         return tensors.setdefault(id(tensor), tensor)
 
-    if loan is None:
+    if loan.is_flat:
         tensors = {id(value): value for value in given if isinstance(value, torch.Tensor)}
     else:
         map_tensors(given, note, loan)
@@ -369,21 +373,22 @@ def _mark_inputs(
             changed.update(zip(marked, outputs, strict=True))
         elif engine.reducer.phase is not BACKWARD:
             unit.calls.expect_unseen()
+    for key, tensor in changed.items():
+        loan.lend(tensors[key], tensor)
     if not changed:
         return given
-    if loan is None:
+    if loan.is_flat:
         return tuple([changed.get(id(value), value) for value in given])
     lent: tuple[Any, ...] = map_tensors(given, lambda t: changed.get(id(t), t), loan)
     return lent
 
 
 def mark_outputs(
-    engine: Engine, unit: Unit, member: int, output: Any, loan: Loan | None = None
+    engine: Engine, unit: Unit, member: int, output: Any, further: Iterable[torch.Tensor] = ()
 ) -> bool:
-    """Whether there are outputs that gradients may come to, which announce them from now on.
+    """Whether there are outputs, or `further` ones, that gradients may come to.
 
-    Tensors that the module has written into what it was given (`loan`) are outputs like those that
-    it returns.
+    From now on these announce their gradients.
     """
     # Where the backward of this forward has to find the unit's weights.
     epochs = () if engine.slots is None else engine.slots.epochs(unit)
@@ -396,14 +401,16 @@ def mark_outputs(
     outputs: Iterable[Any] = output if type(output) is tuple else (output,)
     if not _FLAT.issuperset(map(type, outputs)):
         outputs = tensors_in(output)
-    if loan is not None:
-        outputs = chain(outputs, loan.written())
     marked = False
-    for tensor in outputs:
+    for tensor in chain(outputs, further):
         # A hook on a leaf would stay for good.
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(announce)  # type: ignore[no-untyped-call]
             marked = True
+            # A write into a view takes its node, and the hook, out of the graph. The gradient then
+            # comes through the tensor that it is a view of.
+            if (base := tensor._base) is not None and base.grad_fn is not None:
+                base.register_hook(announce)  # type: ignore[no-untyped-call]
     return marked
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -49,8 +50,11 @@ def require_same_model(
 
     `what` is the wrapper, for the message. `refs` are in order of registration, `expert` is None if
     experts have the dense axes, and `settings` is a dataclass. `optimizer` is what will update the
-    model, if the wrapper is told.
+    model, if the wrapper is told. ValueError: a parameter cannot be trained, or its ranks would
+    come to differ.
     """
+    _refuse_inference_tensors(refs, dense)
+    _refuse_batch_writes(refs, dense)
     device = next((ref.parameter.device for ref in refs), torch.device("cpu"))
     if device.type == "meta":
         device = torch.device("cpu")
@@ -68,6 +72,29 @@ def require_same_model(
     if expert is not None and any(ref.role.expert for ref in refs):
         common_facts_of(f"{what}, experts", expert, device).require(_parameter_facts(apart))
     require_same_over_tp(what, dense, device, over_tp)
+
+
+def _refuse_inference_tensors(refs: Sequence[ParameterRef], dense: DataParallelAxes) -> None:
+    """Refuse parameters that autograd can save for no backward."""
+    for ref in refs:
+        if not is_lazy(ref.parameter) and ref.parameter.is_inference():
+            raise ValueError(
+                f"{ref.name} was made under torch.inference_mode, so it cannot be trained "
+                f"({dense.describe()}): build the model, or load it, outside of that mode"
+            )
+
+
+def _refuse_batch_writes(refs: Sequence[ParameterRef], dense: DataParallelAxes) -> None:
+    """Refuse tables whose forward rewrites the rows that it reads, which each rank chooses."""
+    for ref in refs if dense.size > 1 else ():
+        for owner in (reference() for reference, _ in ref.owners):
+            if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.max_norm is not None:
+                raise ValueError(
+                    f"{ref.name} is of {type(owner).__name__}(max_norm={owner.max_norm}), whose "
+                    f"forward rewrites the rows of its own batch: {dense.size} ranks would hold "
+                    f"different tables ({dense.describe()}). Make it with max_norm=None, and let "
+                    f"forward read torch.renorm(weight, {owner.norm_type}, 0, {owner.max_norm})"
+                )
 
 
 def _parameter_facts(refs: Sequence[ParameterRef]) -> Iterator[Fact]:

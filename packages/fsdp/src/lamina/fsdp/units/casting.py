@@ -99,8 +99,9 @@ class _Cast:
         args, values = map_tensors((args, tuple(kwargs.values())), self._widen, self._loan)
         return args, dict(zip(kwargs, values, strict=True))
 
-    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Put the caller's tensors back, and narrow the outputs if an input was widened."""
+        self._loan.bring_back(type(module).__name__)
         self._loan.end()
         return map_tensors(output, self._narrowed) if self._changed else output
 
@@ -108,7 +109,7 @@ class _Cast:
         if tensor.dtype != self._narrow:
             return tensor
         self._changed = True
-        return tensor.to(self._wide)
+        return self._loan.lend(tensor, tensor.to(self._wide))
 
     def _narrowed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._narrow) if tensor.dtype == self._wide else tensor

@@ -181,6 +181,13 @@ def a_transform_of_functions_is_known():
     assert of_ddp.function_transform() is None
 
 
+def a_write_can_go_uncounted():
+    x = torch.ones(1)
+    with of_ddp.keeping_version(x):
+        x.add_(1)
+    assert (x.item(), x._version) == (2, 0)
+
+
 def a_kept_graph_is_known():
     for compat in (of_ddp, of_models):
         assert (
@@ -398,6 +405,7 @@ CHECKS = {
     a_backward_has_a_number: "current_graph_task_id",
     a_kept_graph_is_known: "graph_is_kept",
     a_transform_of_functions_is_known: "function_transform",
+    a_write_can_go_uncounted: "keeping_version",
     callbacks_come_at_the_end_of_a_backward: "queue_callback",
     the_engine_says_which_nodes_it_will_execute: "will_execute",
     norms_of_several_tensors_come_at_once: "foreach_norm",

@@ -256,14 +256,32 @@ class InPlace(Block):
         return super().forward(x)
 
 
-@pytest.mark.ranks(1)
-def test_a_unit_that_changes_its_input_is_refused_by_autograd(ranks):
-    """docs/fsdp.md quotes the message; the mark is what its backward ends with."""
-    model = fully_shard(nn.Sequential(InPlace(8), InPlace(8)), fsdp_unit_modules=[InPlace])
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_units_write_into_its_input_is_its_callers(dtype, ranks):
+    """Values, gradients and the count of writes; in a dtype that inputs are cast to, too."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(InPlace(8), InPlace(8)).to(dtype or torch.float32)
+    model = fully_shard(
+        copy.deepcopy(plain),
+        fsdp_unit_modules=[InPlace],
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=dtype),
+    )
+    given = torch.randn(2, 8, requires_grad=True)
+    seen = []
+    for each in (plain, model):
+        x = given * 2
+        out = each(x if each is model else x.to(dtype or torch.float32))
+        # Without a cast the plain model has written into `x` itself.
+        wrote = x if each is model or dtype is None else x + 1
+        (gradient,) = torch.autograd.grad(out.sum() + wrote.square().sum().to(out.dtype), [given])
+        seen.append((out, wrote, gradient))
+    for found, expected in zip(seen[1], seen[0], strict=True):
+        torch.testing.assert_close(found, expected)
     with torch.no_grad():
-        model(torch.ones(2, 8))
-    with pytest.raises(RuntimeError, match=r"_AfterBackward\w* is a view and is being mod"):
-        model(torch.ones(2, 8))
+        x = given * 2
+        model(x)
+        torch.testing.assert_close(x, given * 2 + 1)
 
 
 class Picky(OddNet):

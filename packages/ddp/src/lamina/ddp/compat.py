@@ -11,6 +11,7 @@ from torch import _foreach_copy_ as foreach_copy
 from torch import _foreach_norm as foreach_norm
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _will_engine_execute_node as will_execute
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as keeping_version
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "foreach_norm",
     "function_transform",
     "graph_is_kept",
+    "keeping_version",
     "local_of_state_call",
     "queue_callback",
     "tree_flatten",

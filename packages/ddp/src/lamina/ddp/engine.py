@@ -11,10 +11,13 @@ from lamina.ddp.backward.reducer import BackwardEnd, GradientReducer, Order
 from lamina.ddp.compat import local_of_state_call
 from lamina.ddp.execution.engine import Engine, Guards, Prefetcher, RegistrationOrder
 from lamina.ddp.execution.hooks import (
+    Lent,
     ModuleWatch,
     UnitHooks,
     attach_hooks,
+    bring_back,
     hooks_of,
+    lend,
     register_forward_method,
     unit_of,
 )
@@ -72,6 +75,7 @@ __all__ = [
     "GroupSettings",
     "Guards",
     "HasGroups",
+    "Lent",
     "Loan",
     "MemoryBudgets",
     "ModelAxes",
@@ -94,6 +98,7 @@ __all__ = [
     "adopt_optimizer",
     "answer_scalers",
     "attach_hooks",
+    "bring_back",
     "check_dimensions",
     "check_experts",
     "check_invariance",
@@ -106,6 +111,7 @@ __all__ = [
     "groups_of",
     "has_gradient_sink",
     "hooks_of",
+    "lend",
     "local_of_state_call",
     "main_of",
     "map_tensors",

@@ -10,6 +10,12 @@ Note [Marked outputs]
     call leaves a `PendingBackward` on its graph, and the unit is closed when none is left. Leaves
     carry no hook: a user's parameter would keep it for good.
 
+Note [Tensors of the caller]
+    A module may write into a tensor that it was given, as an in-place ReLU does, and its caller may
+    go on with that tensor. What the module has got in its place is a cast copy, or an alias with a
+    history of its own. So what it has written there is copied into the caller's, whose history then
+    goes on through the module's. (Under FSDP2 the write itself raises.)
+
 Note [Parameters that are new since wrapping]: PyTorch lets a user put another parameter, or another
 submodule, into a model at any time. No buffer has a place for it, so no rank would sum its gradient
 and each rank would train its own. A parameter that was replaced would come back at the next
@@ -26,16 +32,18 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamina.ddp.backward.reducer import BACKWARD
-from lamina.ddp.compat import function_transform
+from lamina.ddp.compat import function_transform, keeping_version
 from lamina.ddp.execution.engine import Engine
 from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
 from lamina.ddp.group.group import ParameterGroup
@@ -45,6 +53,7 @@ _FLAT = frozenset((torch.Tensor, nn.Parameter, type(None), bool, int, float, str
 """Types of what most modules take and give: there is nothing to look for inside."""
 
 _HOOKS = "_lamina_unit_hooks"
+_NOTHING = nullcontext()
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -70,6 +79,52 @@ class _AfterBackward(torch.autograd.Function):
         """Pass their gradients on, once the engine knows that all of them are there."""
         ctx.engine.after_backward(ctx.unit, ctx.pending)
         return (None, None, None, *gradients)
+
+
+class Lent(NamedTuple):
+    """What a module was given for a tensor of its caller, and where both were in the graph then."""
+
+    own: torch.Tensor
+    instead: torch.Tensor
+    own_node: Node | None
+    node: Node | None
+    version: int | None
+
+
+def lend(own: torch.Tensor, instead: torch.Tensor) -> Lent:
+    """Remember what a module is given, a cast copy or an alias, for a tensor of its caller."""
+    # An inference tensor counts no writes.
+    version = None if instead.is_inference() else instead._version
+    return Lent(own, instead, own.grad_fn, instead.grad_fn, version)
+
+
+def bring_back(name: str, lent: Iterable[Lent]) -> list[torch.Tensor]:
+    """Write into the caller's tensors what the module `name` has written into those it got.
+
+    The latter come back: gradients reach the module through them. The caller's may be views, whose
+    place in the graph a write changes. RuntimeError: the module has written into the caller's by
+    another way, and what it was given does not know.
+    """
+    changed = []
+    for own, instead, own_node, node, version in lent:
+        is_alias = own.dtype == instead.dtype
+        # Nodes of views are made anew after any write.
+        if is_alias and own.grad_fn is not own_node and not own._is_view():
+            raise RuntimeError(
+                f"{name} has changed a tensor of shape {tuple(own.shape)} in place through "
+                "another reference than its own argument, so the gradients of that argument "
+                "would be wrong: change the argument, or return the result"
+            )
+        # Writes under no_grad have no history, and an alias has their values already.
+        is_as_it_was = version is None or instead._version == version
+        if instead.grad_fn is node if is_alias else is_as_it_was:
+            continue
+        # It also shares the count of writes, by which autograd knows what has changed since it was
+        # saved. One more would spoil what the module has saved of its result.
+        with keeping_version(own) if is_alias else _NOTHING:
+            own.copy_(instead)
+        changed.append(instead)
+    return changed
 
 
 class UnitHooks:
@@ -98,8 +153,9 @@ class UnitHooks:
         self._in_method = False
         """Inside a registered method: calls of `forward` from there find the unit gathered, and
         must not release it under the method's feet."""
-        self._loans: list[Loan] = []
-        """Of calls that are going on, the innermost last: a module may call itself."""
+        self._calls: list[tuple[Loan | None, list[Lent]]] = []
+        """What was lent to calls that are going on, the innermost last: a module may call itself.
+        There is a loan where the caller's tensors lie in containers."""
         # An attribute, and no look at `__dict__`: of that `torch.compile` makes no guard, so what
         # it compiled before the first call would be taken in all later ones.
         self.started = False
@@ -133,7 +189,9 @@ class UnitHooks:
         # Tensors and numbers are handed on as a new tuple. What holds tensors is the caller's, and
         # only lent others.
         given = (*args, *kwargs.values())
-        self._loans.append(loan := Loan(is_flat=_FLAT.issuperset(map(type, given))))
+        loan = None if _FLAT.issuperset(map(type, given)) else Loan()
+        lent: list[Lent] = []
+        self._calls.append((loan, lent))
         engine, unit = self.engine, self.unit
         # A transform would take views of weights along that a release takes the memory from.
         if unit.gathered and function_transform() is not None:
@@ -151,8 +209,9 @@ class UnitHooks:
         # From here on modules hold the compute parameters: those that were DTensors become ones.
         if unit.dress is not None:
             unit.dress.show()
-        given = _mark_inputs(engine, unit, given, dtype, loan)
-        loan.begin()
+        given = _mark_inputs(engine, unit, given, dtype, loan, lent)
+        if loan is not None:
+            loan.begin()
         return given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
@@ -160,9 +219,11 @@ class UnitHooks:
         if self._in_method:
             return None
         engine, unit = self.engine, self.unit
-        training, loan = torch.is_grad_enabled(), self._loans[-1]
+        training, (loan, lent) = torch.is_grad_enabled(), self._calls[-1]
         # What the module has written into is an output of it, like what it returns.
-        written = [*loan.bring_back(unit.title), *loan.written()]
+        written = bring_back(unit.title, lent)
+        if loan is not None:
+            written += loan.written()
         marked = training and mark_outputs(engine, unit, self.member, output, written)
         # A recomputation inside a backward adds no backward to wait for.
         if training and engine.reducer.phase is not BACKWARD:
@@ -179,8 +240,8 @@ class UnitHooks:
 
     def give_back(self, *_: Any) -> None:
         """The call is over, also if it raised: the caller's containers are the caller's again."""
-        if not self._in_method and self._loans:
-            self._loans.pop().end()
+        if not self._in_method and self._calls and (loan := self._calls.pop()[0]) is not None:
+            loan.end()
 
     def call(self, module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method of the unit's module as if it was `forward`."""
@@ -344,11 +405,13 @@ def _mark_inputs(
     unit: Unit,
     given: tuple[Any, ...],
     dtype: torch.dtype | None,
-    loan: Loan,
+    loan: Loan | None,
+    lent: list[Lent],
 ) -> tuple[Any, ...]:
     """The inputs: floating ones cast to a dtype, and those that need gradients marked.
 
-    Those that change are lent until `loan` ends.
+    What takes the place of others is added to `lent`. `loan` is None where they hold no tensors
+    inside, see `_FLAT`.
     """
     tensors: dict[int, torch.Tensor] = {}
 
@@ -356,7 +419,7 @@ def _mark_inputs(
         """Remember a tensor, and leave it as it is."""
         return tensors.setdefault(id(tensor), tensor)
 
-    if loan.is_flat:
+    if loan is None:
         tensors = {id(value): value for value in given if isinstance(value, torch.Tensor)}
     else:
         map_tensors(given, note, loan)
@@ -373,14 +436,12 @@ def _mark_inputs(
             changed.update(zip(marked, outputs, strict=True))
         elif engine.reducer.phase is not BACKWARD:
             unit.calls.expect_unseen()
-    for key, tensor in changed.items():
-        loan.lend(tensors[key], tensor)
+    lent += [lend(tensors[key], instead) for key, instead in changed.items()]
     if not changed:
         return given
-    if loan.is_flat:
+    if loan is None:
         return tuple([changed.get(id(value), value) for value in given])
-    lent: tuple[Any, ...] = map_tensors(given, lambda t: changed.get(id(t), t), loan)
-    return lent
+    return cast(tuple[Any, ...], map_tensors(given, lambda t: changed.get(id(t), t), loan))
 
 
 def mark_outputs(

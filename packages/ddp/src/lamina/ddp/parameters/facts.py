@@ -10,7 +10,6 @@ from dataclasses import fields
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lamina.collectives.engine import CommonFacts, Fact, describe, software
@@ -77,7 +76,7 @@ def require_same_model(
 def _refuse_inference_tensors(refs: Sequence[ParameterRef], dense: DataParallelAxes) -> None:
     """Refuse parameters that autograd can save for no backward."""
     for ref in refs:
-        if not is_lazy(ref.parameter) and ref.parameter.is_inference():
+        if ref.parameter.is_inference():
             raise ValueError(
                 f"{ref.name} was made under torch.inference_mode, so it cannot be trained "
                 f"({dense.describe()}): build the model, or load it, outside of that mode"
@@ -102,15 +101,13 @@ def _parameter_facts(refs: Sequence[ParameterRef]) -> Iterator[Fact]:
     yield "number of parameters", str(len(refs))
     for index, ref in enumerate(refs):
         parameter, role = ref.parameter, ref.role
-        # A lazy parameter has no shape before its first forward.
-        shape = "uninitialised" if is_lazy(parameter) else str(tuple(parameter.shape))
         frozen = "" if parameter.requires_grad else ", requires_grad=False"
         tied = f", in {len(ref.owners)} places" if len(ref.owners) > 1 else ""
         marks = {field.name: getattr(role, field.name) for field in fields(role)}
         said = "".join(f", {name}={value}" for name, value in marks.items() if value)
         yield (
             f"parameter {index}",
-            f"{ref.name} {shape} {parameter.dtype}{frozen}{tied}{said}",
+            f"{ref.name} {tuple(parameter.shape)} {parameter.dtype}{frozen}{tied}{said}",
         )
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lamina.buffers import BufferLayout, Granularity, TensorSpec
 from lamina.mesh import Role, role_of
@@ -62,7 +63,7 @@ class GroupKey:
 def collect_parameters(module: nn.Module) -> list[ParameterRef]:
     """Every parameter of a module once, in order of registration, with all places that hold it.
 
-    ValueError: two parameters have elements of one memory in common.
+    ValueError: two parameters have elements of one memory in common, or one has no shape yet.
     """
     names: dict[int, str] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -71,6 +72,12 @@ def collect_parameters(module: nn.Module) -> list[ParameterRef]:
         for attribute, parameter in child._parameters.items():
             if parameter is None:
                 continue
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"{prefix}.{attribute} of {type(child).__name__} has no shape before the "
+                    "first forward, so no buffer can have a place for it: call the model once with "
+                    "a batch before it is wrapped"
+                )
             # Tied parameters are one object in several places: the first place names it.
             key = id(parameter)
             names.setdefault(key, f"{prefix}.{attribute}" if prefix else attribute)

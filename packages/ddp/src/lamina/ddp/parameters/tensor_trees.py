@@ -4,18 +4,15 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 
 from lamina.ddp.compat import tree_flatten, tree_leaves, tree_unflatten
 
 _PLAIN = (str, bytes, int, float, type)  # what neither is a tensor nor holds one
 _NUMBERS_AND_WORDS = frozenset((type(None), bool, int, float, str))  # most fields of settings
-_NOTHING = nullcontext()
 _DEPTH = 4  # objects inside objects: deep enough for outputs, too shallow for a whole model
 
 
@@ -40,18 +37,8 @@ def _walk(tree: Any, visited: set[int], depth: int) -> Iterator[torch.Tensor]:
             yield from _walk(values, visited, depth - 1)
 
 
-class _Lent(NamedTuple):
-    """What a module was given for a tensor, and both tensors' places in the graph then."""
-
-    own: torch.Tensor
-    instead: torch.Tensor
-    own_node: Node | None
-    node: Node | None
-    version: int | None
-
-
 class Loan:
-    """Other tensors than the caller's, for the time of one call of a module.
+    """Other tensors in a caller's own containers, for the time of one call of a module.
 
     Note [Containers of the caller]
         A module may append to a list or write into a dict that it was given, and its caller reads
@@ -60,35 +47,20 @@ class Loan:
         has written meanwhile stays, wherever it is by then. Only tuples and frozen dataclasses,
         which nobody writes to, are made anew. (torch's FSDP2 makes all of them anew, so there the
         caller sees nothing of what a block writes.)
-
-    Note [Tensors of the caller]
-        A module may also write into a tensor that it was given, as an in-place ReLU does, and its
-        caller may go on with that tensor. What was lent for it is a cast copy, or an alias with a
-        history of its own. So `bring_back` copies it into the caller's, whose history then goes on
-        through the module's. (Under FSDP2 the write itself raises.)
-
-    `is_flat` says that what the module is given holds tensors in no container.
     """
 
-    __slots__ = ("_before", "_containers", "_lent", "_places", "is_flat")
+    __slots__ = ("_before", "_containers", "_put")
 
-    def __init__(self, *, is_flat: bool = False) -> None:
-        self.is_flat = is_flat
+    def __init__(self) -> None:
         self._containers: dict[int, Any] = {}
-        self._places: list[tuple[Any, Any, Any]] = []
-        self._lent: list[_Lent] = []
+        self._put: list[tuple[Any, Any, Any]] = []
         self._before: list[torch.Tensor] = []
-
-    def lend(self, own: torch.Tensor, instead: torch.Tensor) -> torch.Tensor:
-        """The module is given a cast copy or an alias of the caller's tensor, which comes back."""
-        self._lent.append(_Lent(own, instead, own.grad_fn, instead.grad_fn, _version(instead)))
-        return instead
 
     def put(self, container: Any, values: dict[Any, Any]) -> None:
         """Write `values` into a container of the caller, under their keys."""
         self._containers[id(container)] = container
         before = dict(_items(container) or ()) if values else {}
-        self._places += [(container, before[key], value) for key, value in values.items()]
+        self._put += [(container, before[key], value) for key, value in values.items()]
         _write(container, values)
 
     def begin(self) -> None:
@@ -100,36 +72,9 @@ class Loan:
         before = set(map(id, self._before))
         return (tensor for tensor in self._tensors() if id(tensor) not in before)
 
-    def bring_back(self, name: str) -> list[torch.Tensor]:
-        """Write into the caller's tensors what the module `name` has written into those it got.
-
-        The latter come back: gradients reach the module through them. The caller's may be views,
-        whose place in the graph a write changes. RuntimeError: the module has written into the
-        caller's by another way, and what it was given does not know.
-        """
-        changed = []
-        for own, instead, own_node, node, version in self._lent:
-            is_alias = own.dtype == instead.dtype
-            # Nodes of views are made anew after any write.
-            if is_alias and own.grad_fn is not own_node and not own._is_view():
-                raise RuntimeError(
-                    f"{name} has changed a tensor of shape {tuple(own.shape)} in place through "
-                    "another reference than its own argument, so the gradients of that argument "
-                    "would be wrong: change the argument, or return the result"
-                )
-            # Writes under no_grad have no history, and an alias has their values already.
-            if instead.grad_fn is node if is_alias else _version(instead) == version:
-                continue
-            # It also shares the count of writes, by which autograd knows what has changed since it
-            # was saved. One more would spoil what the module has saved of its result.
-            with torch.autograd._unsafe_preserve_version_counter(own) if is_alias else _NOTHING:
-                own.copy_(instead)
-            changed.append(instead)
-        return changed
-
     def end(self) -> None:
         """Put back what was there, except where the module has put something else."""
-        for container, before, value in reversed(self._places):
+        for container, before, value in reversed(self._put):
             places = [key for key, there in _items(container) or () if there is value]
             _write(container, dict.fromkeys(places, before))
 
@@ -200,9 +145,3 @@ def _write(container: Any, values: dict[Any, Any]) -> None:
             container[key] = value
         else:
             object.__setattr__(container, key, value)
-
-
-def _version(value: Any) -> int | None:
-    """How often a tensor was written to in place; None for what has no such count."""
-    counted = isinstance(value, torch.Tensor) and not value.is_inference()
-    return value._version if counted else None

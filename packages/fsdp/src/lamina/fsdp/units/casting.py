@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.ddp.engine import Loan, ParameterRef, map_tensors
+from lamina.ddp.engine import Lent, Loan, ParameterRef, bring_back, lend, map_tensors
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 
@@ -90,26 +90,28 @@ class _Cast:
     def __init__(self, narrow: torch.dtype, wide: torch.dtype) -> None:
         self._narrow = narrow
         self._wide = wide
-        self._changed = False
+        self._lent: list[Lent] = []
         self._loan = Loan()
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Widen the inputs, in the caller's own containers too, until `after`."""
-        self._changed, self._loan = False, Loan()  # outputs are cast back only where inputs were
+        self._lent, self._loan = [], Loan()
         args, values = map_tensors((args, tuple(kwargs.values())), self._widen, self._loan)
         return args, dict(zip(kwargs, values, strict=True))
 
     def after(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Put the caller's tensors back, and narrow the outputs if an input was widened."""
-        self._loan.bring_back(type(module).__name__)
+        lent, self._lent = self._lent, []  # tensors are held no longer than the call
+        bring_back(type(module).__name__, lent)
         self._loan.end()
-        return map_tensors(output, self._narrowed) if self._changed else output
+        return map_tensors(output, self._narrowed) if lent else output
 
     def _widen(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype != self._narrow:
             return tensor
-        self._changed = True
-        return self._loan.lend(tensor, tensor.to(self._wide))
+        wide = tensor.to(self._wide)
+        self._lent.append(lend(tensor, wide))
+        return wide
 
     def _narrowed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._narrow) if tensor.dtype == self._wide else tensor

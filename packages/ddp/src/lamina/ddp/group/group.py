@@ -141,6 +141,7 @@ class ParameterGroup:
     weights are, `gradients` what was accumulated and summed, `shown` what `.grad` shows of it.
     """
 
+    @torch.inference_mode(False)  # what is made under that mode could not be trained
     def __init__(
         self,
         refs: Sequence[ParameterRef],

@@ -181,11 +181,32 @@ def a_transform_of_functions_is_known():
     assert of_ddp.function_transform() is None
 
 
-def a_write_can_go_uncounted():
-    x = torch.ones(1)
-    with of_ddp.keeping_version(x):
-        x.add_(1)
-    assert (x.item(), x._version) == (2, 0)
+class HandsOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def what_a_function_hands_on_can_be_written_to():
+    leaf = torch.ones(1, requires_grad=True)
+    own = leaf * 1
+    view = HandsOn.apply(own)
+    node = view.grad_fn
+    assert view.grad_fn is node
+    of_ddp.declare_common_view(view, own)
+    view.mul_(3)
+    assert view.grad_fn is not node
+    own.sum().backward()
+    assert (own.item(), leaf.grad.item()) == (3, 3)
+    (part,) = (leaf * 1).split(1)  # one of several views that one operator made
+    view = HandsOn.apply(part)
+    of_ddp.declare_common_view(view, part)
+    with pytest.raises(RuntimeError, match="multiple views"):
+        view.mul_(3)
 
 
 def a_kept_graph_is_known():
@@ -405,7 +426,7 @@ CHECKS = {
     a_backward_has_a_number: "current_graph_task_id",
     a_kept_graph_is_known: "graph_is_kept",
     a_transform_of_functions_is_known: "function_transform",
-    a_write_can_go_uncounted: "keeping_version",
+    what_a_function_hands_on_can_be_written_to: "declare_common_view",
     callbacks_come_at_the_end_of_a_backward: "queue_callback",
     the_engine_says_which_nodes_it_will_execute: "will_execute",
     norms_of_several_tensors_come_at_once: "foreach_norm",

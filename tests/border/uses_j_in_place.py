@@ -196,3 +196,28 @@ def view_is_returned_and_changed(case: Case):
 def slices_are_returned_and_changed(case: Case):
     """A block returns two slices of one tensor, and the model changes both in place"""
     return _trained(case, ChangesSlices, ReturnsSlices)
+
+
+class Keeps(Block):
+    def forward(self, x: Tensor, kept: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        kept["skip"] = x
+        return super().forward(x * 1.0), x
+
+
+class ChangesKept(OfBlocks):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            kept: dict[str, Tensor] = {}
+            given = x * 0.5
+            out, same = block(given, kept)
+            given *= 0.3
+            same += 0.2
+            x = 0.5 * out + kept["skip"] + same + given
+        return self.leave(x)
+
+
+@use(J)
+def kept_input_is_changed(case: Case):
+    """A block keeps its input in a dict and returns it, and the caller changes all in place"""
+    return _trained(case, ChangesKept, Keeps)

@@ -11,16 +11,15 @@ from torch import _foreach_copy_ as foreach_copy
 from torch import _foreach_norm as foreach_norm
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _will_engine_execute_node as will_execute
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as keeping_version
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
+    "declare_common_view",
     "current_graph_task_id",
     "foreach_copy",
     "foreach_norm",
     "function_transform",
     "graph_is_kept",
-    "keeping_version",
     "local_of_state_call",
     "queue_callback",
     "tree_flatten",
@@ -37,6 +36,16 @@ function_transform = torch._C._functorch.peek_interpreter_stack
 
 graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined, unused-ignore]
 """Whether the backward that runs now was asked to keep its graph."""
+
+_COMMON_VIEW = torch._C._autograd.CreationMeta.DEFAULT
+
+
+def declare_common_view(view: torch.Tensor, of: torch.Tensor) -> None:
+    """Let a view that a Function has handed on be written to, as far as `of` itself may be."""
+    if view._is_view():
+        meta = torch._C._autograd._get_creation_meta(of) if of._is_view() else _COMMON_VIEW
+        torch._C._autograd._set_creation_meta(view, meta)
+
 
 _GENERIC = "torch.distributed.checkpoint.state_dict"
 _DEPTH = 64

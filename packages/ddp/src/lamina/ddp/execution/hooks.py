@@ -12,9 +12,11 @@ Note [Marked outputs]
 
 Note [Tensors of the caller]
     A module may write into a tensor that it was given, as an in-place ReLU does, and its caller may
-    go on with that tensor. What the module has got in its place is a cast copy, or an alias with a
-    history of its own. So what it has written there is copied into the caller's, whose history then
-    goes on through the module's. (Under FSDP2 the write itself raises.)
+    go on with that tensor. What the module has got is a view of it, with the mark for its backward.
+    Autograd lets nobody write into a view that a Function made, so the view is declared a common
+    one. A write then goes into the history of the caller's tensor, and past the mark: the unit is
+    closed at the end of the backward, and the caller's tensor announces its gradient as outputs do.
+    What was cast is a copy, which is copied back. (Under FSDP2 the write itself raises.)
 
 Note [Parameters that are new since wrapping]: PyTorch lets a user put another parameter, or another
 submodule, into a model at any time. No buffer has a place for it, so no rank would sum its gradient
@@ -32,7 +34,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -43,7 +44,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamina.ddp.backward.reducer import BACKWARD
-from lamina.ddp.compat import function_transform, keeping_version
+from lamina.ddp.compat import declare_common_view, function_transform
 from lamina.ddp.execution.engine import Engine
 from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
 from lamina.ddp.group.group import ParameterGroup
@@ -53,7 +54,6 @@ _FLAT = frozenset((torch.Tensor, nn.Parameter, type(None), bool, int, float, str
 """Types of what most modules take and give: there is nothing to look for inside."""
 
 _HOOKS = "_lamina_unit_hooks"
-_NOTHING = nullcontext()
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -67,12 +67,9 @@ class _AfterBackward(torch.autograd.Function):
         pending: PendingBackward,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Hand aliases of the inputs on, and remember whose they are.
-
-        Autograd lets nobody write into an input that is handed on as it is.
-        """
+        """Hand the inputs on, and remember whose they are."""
         ctx.engine, ctx.unit, ctx.pending = engine, unit, pending
-        return tuple([tensor.detach() for tensor in inputs])
+        return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -82,49 +79,35 @@ class _AfterBackward(torch.autograd.Function):
 
 
 class Lent(NamedTuple):
-    """What a module was given for a tensor of its caller, and where both were in the graph then."""
+    """What a module was given for a tensor of its caller, and what shows that it was written to."""
 
     own: torch.Tensor
     instead: torch.Tensor
-    own_node: Node | None
     node: Node | None
     version: int | None
 
 
 def lend(own: torch.Tensor, instead: torch.Tensor) -> Lent:
-    """Remember what a module is given, a cast copy or an alias, for a tensor of its caller."""
+    """Remember what a module is given, a view or a cast copy, for a tensor of its caller."""
     # An inference tensor counts no writes.
     version = None if instead.is_inference() else instead._version
-    return Lent(own, instead, own.grad_fn, instead.grad_fn, version)
+    return Lent(own, instead, instead.grad_fn, version)
 
 
-def bring_back(name: str, lent: Iterable[Lent]) -> list[torch.Tensor]:
-    """Write into the caller's tensors what the module `name` has written into those it got.
+def bring_back(lent: Iterable[Lent]) -> list[torch.Tensor]:
+    """Let the caller's tensors have what a module has written into those that it was lent.
 
-    The latter come back: gradients reach the module through them. The caller's may be views, whose
-    place in the graph a write changes. RuntimeError: the module has written into the caller's by
-    another way, and what it was given does not know.
+    The tensors through which gradients come to these writes come back.
     """
-    changed = []
-    for own, instead, own_node, node, version in lent:
-        is_alias = own.dtype == instead.dtype
-        # Nodes of views are made anew after any write.
-        if is_alias and own.grad_fn is not own_node and not own._is_view():
-            raise RuntimeError(
-                f"{name} has changed a tensor of shape {tuple(own.shape)} in place through "
-                "another reference than its own argument, so the gradients of that argument "
-                "would be wrong: change the argument, or return the result"
-            )
-        # Writes under no_grad have no history, and an alias has their values already.
-        is_as_it_was = version is None or instead._version == version
-        if instead.grad_fn is node if is_alias else is_as_it_was:
-            continue
-        # It also shares the count of writes, by which autograd knows what has changed since it was
-        # saved. One more would spoil what the module has saved of its result.
-        with keeping_version(own) if is_alias else _NOTHING:
-            own.copy_(instead)
-        changed.append(instead)
-    return changed
+    written = []
+    for own, instead, node, version in lent:
+        if own.dtype != instead.dtype:
+            if version is not None and instead._version != version:
+                own.copy_(instead)
+                written.append(instead)
+        elif instead.grad_fn is not node:  # autograd makes nodes of views anew after any write
+            written.append(own)
+    return written
 
 
 class UnitHooks:
@@ -221,7 +204,9 @@ class UnitHooks:
         engine, unit = self.engine, self.unit
         training, (loan, lent) = torch.is_grad_enabled(), self._calls[-1]
         # What the module has written into is an output of it, like what it returns.
-        written = bring_back(unit.title, lent)
+        written = bring_back(lent)
+        if written and training and engine.reducer.phase is not BACKWARD:
+            unit.calls.expect_unseen()  # see Note [Tensors of the caller]
         if loan is not None:
             written += loan.written()
         marked = training and mark_outputs(engine, unit, self.member, output, written)
@@ -433,6 +418,8 @@ def _mark_inputs(
             outputs = _AfterBackward.apply(  # type: ignore[no-untyped-call]
                 engine, unit, unit.calls.expect(), *marked.values()
             )
+            for handed, own in zip(outputs, marked.values(), strict=True):
+                declare_common_view(handed, own)
             changed.update(zip(marked, outputs, strict=True))
         elif engine.reducer.phase is not BACKWARD:
             unit.calls.expect_unseen()

@@ -99,10 +99,10 @@ class _Cast:
         args, values = map_tensors((args, tuple(kwargs.values())), self._widen, self._loan)
         return args, dict(zip(kwargs, values, strict=True))
 
-    def after(self, module: nn.Module, _: Any, output: Any) -> Any:
+    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
         """Put the caller's tensors back, and narrow the outputs if an input was widened."""
         lent, self._lent = self._lent, []  # tensors are held no longer than the call
-        bring_back(type(module).__name__, lent)
+        bring_back(lent)
         self._loan.end()
         return map_tensors(output, self._narrowed) if lent else output
 

@@ -197,14 +197,14 @@ def what_a_function_hands_on_can_be_written_to():
     view = HandsOn.apply(own)
     node = view.grad_fn
     assert view.grad_fn is node
-    of_ddp.declare_common_view(view, own)
+    of_ddp.set_creation_meta(view, of_ddp.COMMON_VIEW)
     view.mul_(3)
     assert view.grad_fn is not node
     own.sum().backward()
     assert (own.item(), leaf.grad.item()) == (3, 3)
     (part,) = (leaf * 1).split(1)  # one of several views that one operator made
     view = HandsOn.apply(part)
-    of_ddp.declare_common_view(view, part)
+    of_ddp.set_creation_meta(view, of_ddp.creation_meta(part))
     with pytest.raises(RuntimeError, match="multiple views"):
         view.mul_(3)
 
@@ -426,7 +426,7 @@ CHECKS = {
     a_backward_has_a_number: "current_graph_task_id",
     a_kept_graph_is_known: "graph_is_kept",
     a_transform_of_functions_is_known: "function_transform",
-    what_a_function_hands_on_can_be_written_to: "declare_common_view",
+    what_a_function_hands_on_can_be_written_to: "COMMON_VIEW creation_meta set_creation_meta",
     callbacks_come_at_the_end_of_a_backward: "queue_callback",
     the_engine_says_which_nodes_it_will_execute: "will_execute",
     norms_of_several_tensors_come_at_once: "foreach_norm",

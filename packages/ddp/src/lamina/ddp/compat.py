@@ -14,7 +14,8 @@ from torch._C import _will_engine_execute_node as will_execute
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
-    "declare_common_view",
+    "COMMON_VIEW",
+    "creation_meta",
     "current_graph_task_id",
     "foreach_copy",
     "foreach_norm",
@@ -22,6 +23,7 @@ __all__ = [
     "graph_is_kept",
     "local_of_state_call",
     "queue_callback",
+    "set_creation_meta",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
@@ -37,15 +39,10 @@ function_transform = torch._C._functorch.peek_interpreter_stack
 graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined, unused-ignore]
 """Whether the backward that runs now was asked to keep its graph."""
 
-_COMMON_VIEW = torch._C._autograd.CreationMeta.DEFAULT
-
-
-def declare_common_view(view: torch.Tensor, of: torch.Tensor) -> None:
-    """Let a view that a Function has handed on be written to, as far as `of` itself may be."""
-    if view._is_view():
-        meta = torch._C._autograd._get_creation_meta(of) if of._is_view() else _COMMON_VIEW
-        torch._C._autograd._set_creation_meta(view, meta)
-
+creation_meta = torch._C._autograd._get_creation_meta
+set_creation_meta = torch._C._autograd._set_creation_meta
+COMMON_VIEW = torch._C._autograd.CreationMeta.DEFAULT
+"""How a view came to be, by which autograd decides who may write into it."""
 
 _GENERIC = "torch.distributed.checkpoint.state_dict"
 _DEPTH = 64

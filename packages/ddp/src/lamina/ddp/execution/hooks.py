@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamina.ddp.backward.reducer import BACKWARD
-from lamina.ddp.compat import declare_common_view, function_transform
+from lamina.ddp.compat import COMMON_VIEW, creation_meta, function_transform, set_creation_meta
 from lamina.ddp.execution.engine import Engine
 from lamina.ddp.execution.unit import PendingBackward, UnavailableError, Unit
 from lamina.ddp.group.group import ParameterGroup
@@ -418,8 +418,11 @@ def _mark_inputs(
             outputs = _AfterBackward.apply(  # type: ignore[no-untyped-call]
                 engine, unit, unit.calls.expect(), *marked.values()
             )
-            for handed, own in zip(outputs, marked.values(), strict=True):
-                declare_common_view(handed, own)
+            for view, own in zip(outputs, marked.values(), strict=True):
+                if view._is_view():
+                    # One of several views that one operator made may be written to by nobody.
+                    meta = creation_meta(own) if own._is_view() else COMMON_VIEW
+                    set_creation_meta(view, meta)
             changed.update(zip(marked, outputs, strict=True))
         elif engine.reducer.phase is not BACKWARD:
             unit.calls.expect_unseen()

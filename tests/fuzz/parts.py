@@ -469,14 +469,17 @@ class InPlaceBlock(nn.Module):
 
 
 class InPlace(nn.Module):
-    """The inner block writes into the tensor that it was given, and returns it."""
+    """The inner block writes into the tensor that it was given, and both use it afterwards."""
 
     def __init__(self):
         super().__init__()
         self.block = InPlaceBlock()
 
     def forward(self, x):
-        return self.block(x.clone()).tanh()
+        given = x.clone()
+        out = self.block(given)
+        given += 0.1
+        return (out + given).tanh()
 
 
 class ViewsBlock(nn.Module):
@@ -485,11 +488,12 @@ class ViewsBlock(nn.Module):
         self.linear = nn.Linear(8, 16)
 
     def forward(self, x):
-        return self.linear(x).chunk(2, -1)
+        y = self.linear(x)
+        return y[:, :8], y[:, 8:]
 
 
 class Views(nn.Module):
-    """The inner block returns two views of one tensor."""
+    """The inner block returns two views of one tensor, and one of them is written to."""
 
     def __init__(self):
         super().__init__()
@@ -497,6 +501,7 @@ class Views(nn.Module):
 
     def forward(self, x):
         left, right = self.block(x)
+        left *= 0.5
         return left * right.sigmoid()
 
 

@@ -76,6 +76,25 @@ def test_muon_and_adamw_as_two_sharded_optimizers_have_the_bits_of_one_process(h
         assert not value.numel() or not torch.equal(value, before.get_parameter(name)), name
 
 
+@pytest.mark.ranks(4)
+def test_ranks_that_own_no_matrix_step_beside_the_others(ranks):
+    """Over two axes, of which the first leaves some ranks without any."""
+    torch.manual_seed(7)
+    plain = nn.Sequential(nn.Linear(5, 3, bias=False), nn.LayerNorm(3))
+    layout = ParallelLayout(dp_replicate=2, dp_shard=2)
+    model = copy.deepcopy(plain)
+    optimizers = two(model)
+    mesh = layout.build(device_type())
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, num_distributed_optimizer_instances=2
+    )
+    model = DistributedDataParallel(model, config, mesh)
+    train(model, [ShardedOptimizer(each, model, mesh) for each in optimizers], 2)
+    train(plain, two(plain), 2)
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, plain.get_parameter(name)), name
+
+
 @pytest.mark.ranks(2)
 def test_state_goes_from_torchs_muon_to_a_cut_one_and_back(ranks):
     plain, model = build(), build()

@@ -38,8 +38,8 @@ class _Leg(NamedTuple):
     lengths: list[list[int]]
     cut: dict[int, int]
 
-    def there(self, pieces: Pieces) -> Pieces:
-        """The matrices that this rank owns, as far as this axis has cut them."""
+    def there(self, pieces: Pieces, like: torch.Tensor) -> Pieces:
+        """The matrices that this rank owns, as far as this axis has cut them; none, perhaps."""
 
         def used(job: int, rank: int) -> int:
             """Elements that travel from a rank: of copies, the owner's own alone."""
@@ -50,7 +50,7 @@ class _Leg(NamedTuple):
         here, owned = self.axis.rank, self._owned()
         sent = [[pieces[job][: used(job, here)] for job in jobs] for jobs in owned]
         sizes = [[used(job, rank) for job in owned[here]] for rank in range(self.axis.size)]
-        rows = self._exchange(sent, sizes, next(iter(pieces.values())))
+        rows = self._exchange(sent, sizes, like)
         return {
             job: self._joined(job, parts) for job, *parts in zip(owned[here], *rows, strict=True)
         }
@@ -172,7 +172,7 @@ class Owners:
         pieces = {job: local[m.parameter][m.start : m.stop] for job, m in enumerate(self._matrices)}
         stages = [pieces]
         for leg in self._legs:
-            stages.append(leg.there(stages[-1]))
+            stages.append(leg.there(stages[-1], local[0]))
         wholes = stages.pop()
         results = function([flat.view(self._wholes[job]) for job, flat in wholes.items()])
         pieces = {job: r.reshape(-1) for job, r in zip(wholes, results, strict=True)}

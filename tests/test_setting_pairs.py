@@ -89,6 +89,8 @@ PAIRS = {
     ("reduce_budget=4096", "reproducible"): "two units of this model, which is the default too "
     "where each microbatch is reduced",
     ("reduce_budget=4096", "invariant"): "the same",
+    ("reduce_budget=4096", "offload_policy=CPUOffloadPolicy()"): "two units, which is the default "
+    "where sums go to the host",
     ("reproducible", "grad_comm_dtype"): "sums of eight numbers in bf16 are exact in any order",
     ("reproducible", "param_dtype"): "the same: gradients travel in bf16",
     ("output_dtype=torch.bfloat16", "param_dtype"): "outputs are in that dtype already",

@@ -72,15 +72,16 @@ def collect_parameters(module: nn.Module) -> list[ParameterRef]:
         for attribute, parameter in child._parameters.items():
             if parameter is None:
                 continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
             if is_lazy(parameter):
                 raise ValueError(
-                    f"{prefix}.{attribute} of {type(child).__name__} has no shape before the "
-                    "first forward, so no buffer can have a place for it: call the model once with "
-                    "a batch before it is wrapped"
+                    f"{name} of {type(child).__name__} has no shape before the first forward, so "
+                    "no buffer can have a place for it: call the model once with a batch before it "
+                    "is wrapped"
                 )
             # Tied parameters are one object in several places: the first place names it.
             key = id(parameter)
-            names.setdefault(key, f"{prefix}.{attribute}" if prefix else attribute)
+            names.setdefault(key, name)
             parameters.setdefault(key, parameter)
             owners.setdefault(key, []).append((weakref.ref(child), attribute))
     refs = [

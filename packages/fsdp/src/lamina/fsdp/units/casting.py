@@ -104,6 +104,7 @@ class _Cast:
         lent, self._lent = self._lent, []  # tensors are held no longer than the call
         bring_back(lent)
         self._loan.end()
+        # Outputs are cast back only where inputs were.
         return map_tensors(output, self._narrowed) if lent else output
 
     def _widen(self, tensor: torch.Tensor) -> torch.Tensor:

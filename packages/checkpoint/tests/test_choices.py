@@ -117,6 +117,14 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path):
     manager.restore(larger, exclude=["model.c", "optimizer"])  # here, if not in the checkpoint
 
 
+def test_one_pattern_needs_no_list(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, saved := two())
+    state = two(extra=True)  # of another seed
+    manager.restore(state, include="model", exclude="model.c")
+    assert torch.equal(state["model"]["a"].weight, saved["model"]["a"].weight)
+
+
 @pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
 @pytest.mark.parametrize(
     "patterns",

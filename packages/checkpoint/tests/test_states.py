@@ -161,9 +161,22 @@ def test_a_tensor_on_the_meta_device_is_refused_by_name(tmp_path):
     ):
         with pytest.raises(CheckpointMismatchError, match=r"'model\.0\.weight' .*meta.*to_empty"):
             load()
+    for state_of in ({"model": bare["model"]}, {"rows": [torch.ones(1, device="meta")]}):
+        with pytest.raises(TypeError, match=r"'(model\.0\.weight|rows\.0)' .*meta.*no values"):
+            CheckpointManager(tmp_path).save(2, state_of)
+    assert CheckpointManager(tmp_path).latest() == 1
     model = bare["model"].to_empty(device=device_type())
     CheckpointManager(tmp_path).restore({"model": model})
     assert torch.equal(model[2].weight, state["model"][2].weight)
+
+
+@pytest.mark.parametrize("state", [nn.Linear(1, 1), [nn.Linear(1, 1)], {1: nn.Linear(1, 1)}])
+def test_a_state_that_is_no_dict_of_names_is_refused(tmp_path, state):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"model": nn.Linear(1, 1)})
+    for call in (lambda: manager.save(2, state), lambda: manager.restore(state)):
+        with pytest.raises(TypeError, match=r"the state .*(Linear|list|1).*\{\"model\": model"):
+            call()
 
 
 def test_a_value_of_ranks_that_is_refused_changes_no_tensor(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.checkpoint import CheckpointError
+from lamina.checkpoint import CheckpointError, CheckpointManager
 from lamina.checkpoint.state.json_values import decode, encode
 
 SCALARS = (
@@ -119,3 +119,26 @@ def test_keys_that_look_alike_in_a_name_are_refused_where_one_tensor_would_be_lo
     with pytest.raises(CheckpointError, match=r"'a\.1'.* 1 and '1'"):
         encode({1: torch.zeros(1), "1": torch.ones(1)}, ("a",), {})
     assert encode({1: 2, "1": 3}, ("a",), {}) == {"$dict": [[1, 2], ["1", 3]]}
+
+
+FORMS = {
+    "sparse_coo": lambda: torch.eye(2).to_sparse(),
+    "sparse_csr": lambda: torch.eye(2).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that these are deprecated, or a prototype
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tensor_that_is_no_plain_array_is_refused_with_its_place(tmp_path, form):
+    """A save of a quantized one succeeded, and no restore could read it."""
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(TypeError, match=rf"'tables\.0' is a {form} tensor.*plain"):
+        manager.save(1, {"tables": [FORMS[form]()]})
+    assert manager.latest() is None
+
+
+def test_a_module_inside_a_plain_value_is_told_its_place(tmp_path):
+    with pytest.raises(TypeError, match=r"'parts\.head' is a torch\.nn.*\.Linear inside.*entries"):
+        CheckpointManager(tmp_path).save(1, {"parts": {"head": torch.nn.Linear(1, 1)}})

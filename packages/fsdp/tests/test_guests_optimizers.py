@@ -1,4 +1,4 @@
-"""EMA and Muon beside sharded models, each against the same thing in one process."""
+"""EMA, Muon and optimizers of others over sharded models, against the same in one process."""
 
 import pytest
 import torch
@@ -284,3 +284,72 @@ def test_muon_over_dtensors_of_unequal_pieces(ranks):
     pieces = plain[0].weight.chunk(2, 0)[ranks.rank], plain[1].weight.chunk(2, 1)[ranks.rank]
     for found, piece in zip(full_parameters(model).values(), pieces, strict=True):
         torch.testing.assert_close(found, piece.detach(), rtol=0, atol=1e-10)
+
+
+class OverAllTensors(torch.optim.Optimizer):
+    """Its rate follows from all gradients, as that of D-Adaptation, Prodigy and AdaGC."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.state["steps"] = 0  # belongs to no parameter, which torch allows
+
+    @torch.no_grad()
+    def step(self):
+        group = self.param_groups[0]
+        chosen = [p for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in chosen]).norm()
+        self.state["steps"] += 1
+        for p in chosen:
+            moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+            moment.lerp_(p.grad, 0.5)
+            p.sub_(group["lr"] * moment / (0.1 + norm))
+
+
+class OverRows(torch.optim.Optimizer):
+    """It looks at a tensor's rows, as CAME, AdamP and Shampoo do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.numel():
+                rows = self.state[p].setdefault("rows", torch.zeros(p.shape[:1]))
+                rows.lerp_(p.grad.square().reshape(*p.shape[:1], -1).mean(-1).view(rows.shape), 0.5)
+                p.sub_(0.1 * p.grad / (0.1 + rows.sqrt().view(-1, *[1] * (p.ndim - 1))))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+def test_an_optimizer_whose_rate_follows_from_all_tensors(strategy, ranks):
+    """Where a tensor was whole on a rank by chance, the norm was that of this rank's tensors."""
+
+    def make(model):
+        return OverAllTensors(model.parameters())
+
+    model = build()
+    model, optimizer = fully_shard(model, make(model), **settings(strategy))
+    train_with(model, [optimizer], ranks)
+    assert_near(model, one_process(make))
+    assert optimizer.state["steps"] == STEPS
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_an_optimizer_of_others_that_looks_at_rows(strategy, ranks):
+    """It is refused by name where a tensor may be cut, whether one is or not."""
+
+    def make(model):
+        return OverRows([p for p in model.parameters() if p.ndim])
+
+    for build_one, how in ((build, settings(strategy)), (matrices, cutting(strategy))):
+        model = build_one()
+        model, optimizer = fully_shard(model, make(model), **how)
+        loss_of(model, ranks.rank, 0).backward()
+        with pytest.raises(NotImplementedError, match="keep_tensors_whole=True"):
+            optimizer.step()
+        model = build_one()
+        model, optimizer = fully_shard(model, make(model), **how, keep_tensors_whole=True)
+        train_with(model, [optimizer], ranks)
+        assert_near(model, one_process(make, model=build_one()))

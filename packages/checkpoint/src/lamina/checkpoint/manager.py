@@ -256,8 +256,8 @@ class CheckpointManager:
         *,
         default: int | None = None,
         strict: bool = True,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
         allow_cast: bool = False,
         fallback: bool = False,
         healthy: bool = False,
@@ -276,9 +276,9 @@ class CheckpointManager:
                 damaged one; None raises.
             strict: refuse names that are on one side only (added or removed layers). With False
                 they are left as they are, and `last_restore` lists them.
-            include: patterns (`fnmatch`) of names to load, such as "model.blocks.*" or "optimizer";
-                a name selects all beneath it. Empty loads all.
-            exclude: patterns of names to leave alone.
+            include: a pattern (`fnmatch`) of names to load, such as "model.blocks.*" or
+                "optimizer", or several; a name selects all beneath it. Empty loads all.
+            exclude: a pattern of names to leave alone, or several.
             allow_cast: convert tensors that are stored in another dtype.
             fallback: pass over a damaged checkpoint, or one that lacks a file, with a warning, and
                 load the newest good one before it.
@@ -295,13 +295,16 @@ class CheckpointManager:
             CheckpointMismatchError: names, shapes or dtypes that don't fit, by name.
         """
         self._ranks.together(self.wait)
+        include, exclude = (
+            (given,) if isinstance(given, str) else tuple(given) for given in (include, exclude)
+        )
         how = {"strict": strict, "include": include, "exclude": exclude}
         how |= {"fallback": fallback, "healthy": healthy}
         self._ranks.require_same(
             "restore", step=step, default=default, allow_cast=allow_cast, **how
         )
         check_entries(state, self._ranks)
-        selection = Selection(strict, tuple(include), tuple(exclude), allow_cast)
+        selection = Selection(strict, include, exclude, allow_cast)
         chosen = self._agree_on_step(step, healthy=healthy)
         if chosen is None and default is not None:
             return default

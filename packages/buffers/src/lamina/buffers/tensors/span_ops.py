@@ -31,7 +31,7 @@ _INSTEAD = {
     "random": "a span's draws would differ from the whole tensor's, and ranks with one seed would "
     "repeat each other: initialise the whole tensor and copy_() it in, or use .to_local()",
     "matrix": "the other operand needs whole rows: use .full_tensor(), or let the unit gather its "
-    f"parameters (call the module). {_UNIT}. {span_reductions.OPTIMIZER}",
+    f"parameters (call the module). {_UNIT}",
     "index": "an index names elements that other ranks may hold: use .full_tensor()[...], or "
     f".to_local() with .start and .stop. {_UNIT}",
     "other": "use .full_tensor() for the whole (collective), or .to_local() for this rank's span",
@@ -66,7 +66,15 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return _pointwise(func, args, kwargs)
     elif name in _FILLS and not any(axis.apart for axis in args[0]._spec.axes):
         return _draw(func, args, kwargs)
+    elif name == "slice" and _takes_all(func, args, kwargs):
+        return args[0]._with(args[0]._local.view(-1))
     return refuse(func, args)
+
+
+def _takes_all(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a slice leaves nothing out, as `t[:]` and `t[::1]`. A slice changes no order."""
+    meta = torch.empty(args[0].shape, device="meta")
+    return bool(func(meta, *args[1:], **kwargs).shape == args[0].shape)
 
 
 _FILLS = frozenset({"normal_", "uniform_"})
@@ -85,10 +93,11 @@ def _draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return first
 
 
-# Pointwise in fact, without torch's tag.
+# Pointwise in fact, without torch's tag: some forms in place lack that of their other form.
 _UNTAGGED_POINTWISE = frozenset(
     "fill_ fill masked_fill_ rsub floor_divide floor_divide_ zero_ isclose conj _conj "
-    "resolve_conj".split()
+    "resolve_conj abs_ copysign_ eq_ ge_ gelu_ gt_ heaviside_ le_ lt_ mish_ ne_ threshold_ "
+    "true_divide_".split()
 )
 
 
@@ -107,7 +116,9 @@ def refuse(func: OpOverload, args: tuple[Any, ...]) -> NoReturn:
         kind = "other"
     first = next(_spans(args), None)
     shape = "" if first is None else f" of {first._spec.described()}"
-    raise NotImplementedError(f"{func} of a ShardedTensor{shape}: {_INSTEAD[kind]}")
+    raise NotImplementedError(
+        f"{func} of a ShardedTensor{shape}: {_INSTEAD[kind]}. {span_reductions.OPTIMIZER}"
+    )
 
 
 def _spans(values: Iterable[Any]) -> Iterator[SpanTensor]:
@@ -124,16 +135,19 @@ def _pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     # In a backward, and not where an optimizer or a hook writes something in place.
     backward = current_graph_task_id() != -1 and not func._schema.is_mutable
     operand = _gradient_of if backward and spec.is_cut else local_of
-    result = func(
-        *(operand(func, value, spec) for value in args),
-        **{key: operand(func, value, spec) for key, value in kwargs.items()},
-    )
     # In-place and out= forms hand back what they wrote, others make new tensors.
     written = [
         args[place] if place < len(args) else kwargs[argument.name]
         for place, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+    for target in written:
+        if not isinstance(target, SpanTensor):
+            raise _unplaced(func, target, spec)
+    result = func(
+        *(operand(func, value, spec) for value in args),
+        **{key: operand(func, value, spec) for key, value in kwargs.items()},
+    )
     if written:
         return written[0] if len(written) == 1 else tuple(written)
     if isinstance(result, tuple | list):
@@ -154,16 +168,22 @@ def local_of(func: OpOverload, value: Any, spec: SpanSpec) -> Any:
         return value
     if value.dim() == 0:  # beside a 0-d whole, both take part in type promotion
         return value if spec.shape else value.reshape(1)[: spec.local_numel]
+    if value.numel() == 1 and value.dim() <= len(spec.shape):
+        return value.reshape(1)  # not 0-d: that would leave type promotion to the other operand
     if value.shape == spec.shape and not any(
         stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1
     ):
         # One value for every element, as autograd makes of an expanded scalar.
         return value.as_strided((spec.local_numel,), (0,))
-    raise ValueError(
+    raise _unplaced(func, value, spec)
+
+
+def _unplaced(func: OpOverload, value: torch.Tensor, spec: SpanSpec) -> ValueError:
+    return ValueError(
         f"{func}: a plain tensor of shape {list(value.shape)} meets a ShardedTensor of shape "
         f"{list(spec.shape)}, of which this rank holds {spec.start}..{spec.stop}: which of its "
-        "elements belong here is not known. Use a Python scalar or a 0-d tensor, make the operand "
-        "a ShardedTensor (torch.zeros_like(t).copy_(whole)), or work on .to_local()"
+        "elements belong here is not known. Use a Python scalar or a tensor of one element, make "
+        "the operand a ShardedTensor (torch.zeros_like(t).copy_(whole)), or work on .to_local()"
     )
 
 

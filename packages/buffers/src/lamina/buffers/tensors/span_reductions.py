@@ -19,8 +19,9 @@ from lamina.buffers.compat import OpOverload
 from lamina.buffers.tensors.span_tensor import HandlerTable, ReduceOp, SpanSpec, SpanTensor
 
 OPTIMIZER = (
-    "An optimizer that looks at whole tensors (Muon, Adafactor) has to be given to the wrapper: "
-    "fully_shard(model, optimizer), or ShardedOptimizer with keep_tensors_whole=True"
+    "An optimizer that looks at one tensor at a time as a whole has to be given to the wrapper, "
+    "fully_shard(model, optimizer) or ShardedOptimizer, with keep_tensors_whole=True (for torch's "
+    "Adafactor and Muon fully_shard needs no setting)"
 )
 HANDLERS = HandlerTable()
 aten = torch.ops.aten

@@ -148,7 +148,8 @@ def take(
     """Split a state into what DCP saves and what JSON saves; with `check` make digests.
 
     The first rank's plain values count. Others offer of their tensors only the sharded ones: of a
-    whole one DCP would take any rank's. Errors are those of `take_entry`.
+    whole one DCP would take any rank's. Errors are those of `take_entry`, and TypeError for a
+    tensor that has no values.
     """
     nested: dict[str, Any] = {}
     shared: dict[str, Json] = {}
@@ -164,6 +165,12 @@ def take(
             shared[entry], own[entry] = None, value.encoded(entry, cut.coordinates())
             continue
         taken = take_entry(entry, value, objects, cut)
+        for name, tensor in taken.shown.items():
+            if tensor.is_meta:
+                raise TypeError(
+                    f"'{name}' is on the meta device, where it has no values to save: give the "
+                    "module memory first (module.to_empty(device=...)), and its weights after that"
+                )
         taken.shown = {name: _resolved(tensor) for name, tensor in taken.shown.items()}
         shared[entry] = taken.json
         known = taken.optimizer is not None or isinstance(value, torch.nn.Module)

@@ -58,6 +58,7 @@ def encode(value: Any, path: tuple[str, ...], tensors: dict[tuple[str, ...], tor
                 f"two tensors are called '{'.'.join(path)}': keys such as 1 and '1' look alike in "
                 "a name; rename one"
             )
+        _check_form(value, path)
         tensors[path] = value
         return {"$tensor": ".".join(path)}
     if kind is float:
@@ -72,6 +73,18 @@ def encode(value: Any, path: tuple[str, ...], tensors: dict[tuple[str, ...], tor
         items = value if kind is tuple else sorted(value, key=repr)
         return {_SEQUENCES[kind]: encode(list(items), path, tensors)}
     return _encode_rare(value, path)
+
+
+def _check_form(tensor: torch.Tensor, path: tuple[str, ...]) -> None:
+    """Refuse tensors of which torch.distributed.checkpoint stores no boxes, or can't read them."""
+    form = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+    if tensor.is_nested or form != "strided":
+        form = "nested" if tensor.is_nested else form
+        raise TypeError(
+            f"'{'.'.join(path)}' is a {form} tensor, which a checkpoint can't hold: save the plain "
+            "tensors that it is made of (such as indices and values, or codes and scales), or "
+            "give what holds it a state_dict() and a load_state_dict() that do"
+        )
 
 
 def _encode_mapping(
@@ -108,6 +121,12 @@ def _encode_rare(value: Any, path: tuple[str, ...]) -> Json:
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"$device": str(value)}
+    if callable(getattr(value, "state_dict", None)):
+        raise TypeError(
+            f"'{'.'.join(path)}' is a {type(value).__module__}.{type(value).__qualname__} inside a "
+            "plain value. Objects with state_dict() are entries of the state themselves: "
+            f'{{"{".".join(path)}": ...}}, say, beside the others'
+        )
     raise TypeError(
         f"'{'.'.join(path)}' is a {type(value).__module__}.{type(value).__qualname__}, which a "
         "checkpoint can't hold without pickle: save tensors, numbers, strings, bytes and lists, "

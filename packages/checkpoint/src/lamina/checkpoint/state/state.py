@@ -138,10 +138,9 @@ def check_entries(state: Mapping[str, Any], ranks: Ranks) -> None:
     Of plain values, and of objects that are neither modules nor optimizers, the first rank's are
     stored. So an object such as a loader may be there on the first rank alone, with a plain value
     (None) in its place on others. CheckpointError, the same on every rank, says what differs.
+    TypeError says that the state is no dict of names.
     """
-    own = ranks.together(
-        lambda: [f"{entry}\n{_kind(unwrapped(value))}" for entry, value in sorted(state.items())]
-    )
+    own = ranks.together(lambda: _kinds(state))
     if ranks.agree(json.dumps(own).encode()):
         return
     of_ranks = [dict(text.rsplit("\n", 1) for text in of) for of in ranks.lists(own)]
@@ -157,6 +156,17 @@ def check_entries(state: Mapping[str, Any], ranks: Ranks) -> None:
                 f"entry '{entry}' of the state is {kinds[0]} on rank 0 and {kinds[other]} on rank "
                 f"{other}: {remedy}"
             )
+
+
+def _kinds(state: Mapping[str, Any]) -> list[str]:
+    """The names of the entries, each with its kind; TypeError for what has no names."""
+    example = '{"model": model, "optimizer": optimizer}'
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the state is of type {type(state).__name__}: give a dict, {example}")
+    for entry in state:
+        if not isinstance(entry, str):
+            raise TypeError(f"the state has an entry {entry!r}: names are strings, as in {example}")
+    return [f"{entry}\n{_kind(unwrapped(value))}" for entry, value in sorted(state.items())]
 
 
 def _kind(value: Any) -> str:

@@ -91,27 +91,39 @@ def refuse_optimizer(
     `known` are `id`s of the parameters of the module, and of main ones that stand for them, and
     `apart` names, by `id`, of those that have (or will have) a main parameter beside them.
     ValueError: it holds none of them, is an LBFGS (which keeps a list of them to itself) and some
-    are apart, has state on the meta device, or is fused on a CPU while the wrapper is `invariant`.
+    are apart, has state on the meta device, takes no hooks, or is fused on a CPU while the wrapper
+    is `invariant`.
     """
+    name = type(optimizer).__name__
+    try:
+        optimizer.register_state_dict_pre_hook(lambda _: None).remove()
+    except (
+        AttributeError
+    ) as error:  # a wrapper of another one, mostly, that inherits its class only
+        raise ValueError(
+            f"{name} takes no hooks, as its __init__ never called that of torch.optim.Optimizer: "
+            "give Lamina the optimizer that it wraps, and wrap that one afterwards"
+        ) from error
     ids = [id(p) for settings in optimizer.param_groups for p in settings["params"]]
     if ids and not any(key in known for key in ids):
         raise ValueError(
-            f"{type(optimizer).__name__} holds {len(ids)} parameters and none of them is in the "
+            f"{name} holds {len(ids)} parameters and none of them is in the "
             "module: build it with optimizer = ...(model.parameters()) before (or after) sharding "
             "that same model"
         )
     # A meta tensor in the state could be filled only by whoever knows what a first step makes.
-    kept = (value for state in optimizer.state.values() for value in state.values())
+    states = (state for state in optimizer.state.values() if isinstance(state, Mapping))
+    kept = (value for state in states for value in state.values())
     if any(isinstance(value, torch.Tensor) and value.is_meta for value in kept):
         raise ValueError(
-            f"{type(optimizer).__name__} makes its state with the parameters, and they were on the "
+            f"{name} makes its state with the parameters, and they were on the "
             "meta device then, where nothing has values: make the optimizer after sharding "
             "(fully_shard_model, then fully_shard_optimizer)"
         )
     fused = (p for each in optimizer.param_groups if each.get("fused") for p in each["params"])
     if invariant and any(p.device.type == "cpu" for p in fused):
         raise ValueError(
-            f"{type(optimizer).__name__}(fused=True) with invariant=True on a CPU: it rounds an "
+            f"{name}(fused=True) with invariant=True on a CPU: it rounds an "
             "element by its place in memory, which the layout decides. Make the optimizer with "
             "fused=False, which steps in blocks there"
         )

@@ -1,6 +1,6 @@
 """`ShardedOptimizer`: any torch optimizer over the main weights of a wrapped module."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -195,10 +195,12 @@ class ShardedOptimizer(Optimizer):
             self.refuse_generic_state()
         # Parameters of one run share their counters, and a load in place would write each of them.
         unshare_counts(self.optimizer)
-        states: dict[str, dict[str, Any]] = {
-            self._names.get(id(parameter), "?"): dict(state)
-            for parameter, state in self.state.items()
-        }
+        states: dict[Any, Any] = {}
+        for key, state in self.state.items():
+            if isinstance(key, torch.Tensor):
+                states[self._names.get(id(key), "?")] = dict(state)
+            else:  # an optimizer may keep what belongs to no parameter, as torch allows
+                states[key] = state
         for parameter in [p for group in self.param_groups for p in group["params"]]:
             if self._is_apart(parameter):
                 states.setdefault(self._names[id(parameter)], {})[_MAIN_WEIGHTS] = parameter
@@ -243,7 +245,8 @@ class ShardedOptimizer(Optimizer):
         for parameter in [p for g in self.param_groups for p in g["params"]]:
             if (known := self._names.get(id(parameter))) is not None:
                 by_name.setdefault(known, []).append(parameter)
-        unknown = sorted(set(state_dict["state"]) - set(by_name))
+        others = {k: v for k, v in state_dict["state"].items() if k not in by_name}
+        unknown = sorted(key for key, value in others.items() if isinstance(value, Mapping))
         if unknown:
             raise KeyError(
                 f"optimizer state names {unknown[:3]} ({len(unknown)} in all), which this "
@@ -262,9 +265,10 @@ class ShardedOptimizer(Optimizer):
         # the saved run has to begin anew here too.
         mine = [p for parameters in by_name.values() for p in parameters]
         before = {id(p): self.state.pop(p, {}) for p in mine}
-        for name, values in state_dict["state"].items():
-            for parameter in by_name[name]:
-                self._take(parameter, values, before[id(parameter)])
+        self.state.update(others)
+        for name, parameters in by_name.items():
+            for parameter in parameters if name in state_dict["state"] else ():
+                self._take(parameter, state_dict["state"][name], before[id(parameter)])
 
     def _take(self, parameter: nn.Parameter, values: dict[str, Any], kept: dict[str, Any]) -> None:
         """One parameter's state, and its main weights where they are apart from the model's."""

@@ -1,7 +1,14 @@
 """How an optimizer steps over groups: over whole tensors, if it looks at several elements at once.
 
-Where the layout cuts no tensor, each lies whole on one rank. That rank steps a plain parameter
+Where the layout may cut no tensor, each lies whole on one rank. That rank steps a plain parameter
 over it; the others have nothing to do. State stays under the main parameter, on the owner.
+
+Note [Whole by chance]
+A tensor also lies whole on one rank where no boundary happens to cut it. If an optimizer got plain
+parameters there, a norm over all its parameters would be the norm of those on this rank. Over
+`ShardedTensor`s such a norm is that of all ranks, and what needs a tensor whole is refused. So
+tensors are lent plain only if somebody has said that the optimizer looks at one tensor at a time:
+torch's classes in `_WHOLE` do, and so does whoever asks for a layout that cuts no tensor.
 """
 
 import functools
@@ -89,19 +96,26 @@ def adopt_optimizer(
 
 
 class WholeStep(BorrowedGroups):
-    """Gives an optimizer plain parameters for the time of a step.
+    """Gives an optimizer plain parameters for the time of a step, where it looks at whole tensors.
 
-    Tensors that are cut all the same are left as `ShardedTensor`s, which do what is right on a
-    span and refuse the rest.
+    All others are left as `ShardedTensor`s, which do what is right on a span, sum over all ranks,
+    and refuse the rest. See Note [Whole by chance].
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
+        self._looks_at_whole_tensors = isinstance(optimizer, _WHOLE)
         self._plain: dict[int, nn.Parameter | None] = {}
 
     def _prepare(self, groups: Sequence[ParameterGroup]) -> None:
-        for main in (main for group in groups for main in group.main_parameters):
-            if isinstance(main, ShardedTensor):
+        for group in groups:
+            self._prepare_group(group)
+
+    def _prepare_group(self, group: ParameterGroup) -> None:
+        alone = group.layout.num_shards == 1  # what is summed on this rank is the whole sum
+        for spec, main in zip(group.layout.specs, group.main_parameters, strict=True):
+            lent = alone or spec.stays_whole or self._looks_at_whole_tensors
+            if lent and isinstance(main, ShardedTensor):
                 local = main.to_local()
                 if local.numel() == main.numel():
                     # Frozen ones may hold integers, which torch lets no parameter train.

@@ -148,6 +148,9 @@ def resolve(
     device = computing_device(nn.Module() if is_offloaded else module, mesh, settings.device)
     if is_offloaded:
         check_offload(settings, device, dense)
+    whole = needs_whole_tensors(optimizer)
+    if settings.keep_tensors_whole:
+        whole = frozenset(id(ref.parameter) for ref in refs)
     # Slots lie in memory that is registered with the groups that gather into it.
     gathering = [axes.inner.sibling("gather") for axes in (dense, expert) if axes is not None]
     refuse_unavailable(settings, gathering, device)
@@ -160,7 +163,7 @@ def resolve(
         model=model,
         device=device,
         offloaded=is_offloaded,
-        whole=needs_whole_tensors(optimizer),
+        whole=whole,
         left_alone=left_alone,
         scratch=ScratchBuffers(),
         pool=StoragePool(device, poison=settings.check_storage) if slots is None else slots.pool,

@@ -85,6 +85,10 @@ class ShardingSettings:
             that read the weights of modules inside them need weights of their own (see
             docs/fsdp.md).
         disable_bucketing: a buffer, and so a collective, for every parameter.
+        keep_tensors_whole: no shard boundary cuts a parameter, for optimizers of other libraries
+            that look at one tensor at a time as a whole (Shampoo, CAME). The rank that has a tensor
+            steps it, so what such an optimizer computes over several tensors is over those of one
+            rank. Torch's Adafactor and Muon need no setting.
         mixed_precision_policy: dtypes of the copies of weights and gradients, as Lamina's policy or
             torch's (whose parameters keep their own dtype as main weights).
         offload_policy: torch FSDP2's `CPUOffloadPolicy()`: weights, main grads and optimizer state
@@ -188,6 +192,7 @@ class ShardingSettings:
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None
     enable_fine_grained_param_gather: bool = False
     disable_bucketing: bool = False
+    keep_tensors_whole: bool = False
 
     mixed_precision_policy: MixedPrecisionPolicy | TorchPolicy | None = setting(  # noqa: RUF009  # a field
         None, example="MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
@@ -250,6 +255,16 @@ class ShardingSettings:
                 f"{what} is about the ranks along dp_outer_dim, which is not given: name the "
                 "mesh's outer dimension, or cut nothing along it"
             )
+        if self.keep_tensors_whole and not self._cuts:
+            raise ValueError(
+                "keep_tensors_whole=True is about tensors that ranks cut, and this strategy cuts "
+                "none: leave it out"
+            )
+        if self.keep_tensors_whole and self.disable_bucketing:
+            raise ValueError(
+                "keep_tensors_whole=True with disable_bucketing=True puts each parameter's buffer "
+                "on the first rank, which would have the whole model: leave one of them out"
+            )
         if self.gather_budget is not None and self.fsdp_double_buffer:
             raise ValueError(
                 f"gather_budget={self.gather_budget} is about whole weights that come and go, and "
@@ -285,6 +300,10 @@ class ShardingSettings:
             f"zero_dp_strategy={{{', '.join(map(repr, self.strategies))}}} has no pattern that "
             f"{name} matches: add one, such as '*' for all that the patterns before it leave out"
         )
+
+    @property
+    def _cuts(self) -> bool:
+        return any(strategy.shards_optimizer for strategy in self.strategies.values())
 
     @property
     def gathers(self) -> bool:

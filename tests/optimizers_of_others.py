@@ -38,6 +38,10 @@ LEFT_OUT = {
     "kron": "it draws random numbers, other ones on each rank",
 }
 """Not tried, with the reason."""
+FOR_ONE_TENSOR = """\
+`keep_tensors_whole` is for optimizers that look at one tensor at a time. AdaGC and Adai compute
+over several tensors, and Gravity draws random numbers, so they are wrong with it, without a word.
+The others of their kind are refused at the next backward, because their ranks' groups differ."""
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 Wrap = Callable[[Net, Make], tuple[nn.Module, Optimizer]]
 
@@ -176,6 +180,7 @@ def page(rows: dict[str, list[str]], left: dict[str, str]) -> str:
     for said, those in sorted(names.items(), key=lambda pair: -len(pair[1])):
         cells = " | ".join(f"`{word}`" if word.endswith("Error") else word for word in said)
         lines.append(f"| {cells} | {len(those)}: {', '.join(those)} |")
+    lines += ["", FOR_ONE_TENSOR]
     lines += ["", "Not tried:", "", *(f"- {name}: {why}." for name, why in sorted(left.items()))]
     return "\n".join(lines) + "\n"
 

@@ -132,7 +132,7 @@ class WholeStep(BorrowedGroups):
                 beyond = group.axes.beyond(ref.role)
                 whole = alone or self._looks_at_whole_tensors or spec.stays_whole
                 if beyond is not None and not isinstance(main, ShardedTensor):
-                    self._lent[id(main)] = _Part(main, ref.name, group.axes.apart, beyond)
+                    self._lent[id(main)] = _Piece(main, ref.name, group.axes.apart, beyond)
                 elif beyond is None and whole and isinstance(main, ShardedTensor):
                     self._lent[id(main)] = _Whole(main)
 
@@ -156,12 +156,12 @@ class _Loan(ABC):
     of it.
     """
 
-    def __init__(self, main: nn.Parameter, stand_in: torch.Tensor | None) -> None:
+    def __init__(self, main: nn.Parameter, lent: torch.Tensor | None) -> None:
         self._main = main
         self._parameter: nn.Parameter | None = None
-        if stand_in is not None:
+        if lent is not None:
             # Frozen ones may hold integers, which torch lets no parameter train.
-            self._parameter = nn.Parameter(stand_in, main.requires_grad)
+            self._parameter = nn.Parameter(lent, main.requires_grad)
 
     @abstractmethod
     def _shown(self, value: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ class _Whole(_Loan):
         return local.view(value.shape) if local.numel() == value.numel() else value
 
 
-class _Part(_Loan):
+class _Piece(_Loan):
     """A part into which tp has cut a parameter, and which this rank has whole.
 
     Reductions go over the ranks with the other parts, `beyond`. `apart` are the axes that have cut

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.buffers.engine import boxes_of_span
+from lamina.buffers.engine import boxes_of_span, narrowed
 
 
 @st.composite
@@ -44,3 +44,10 @@ def test_whole_rows_are_one_box():
 def test_a_span_outside_its_tensor_is_refused():
     with pytest.raises(ValueError, match=r"3\.\.9 is not inside a tensor of 8"):
         boxes_of_span((2, 4), 3, 9)
+
+
+def test_a_box_of_all_is_the_tensor_itself():
+    """Some subclasses of tensors can be cut along their first dimension only."""
+    whole = torch.arange(6).view(2, 3)
+    assert narrowed(whole, (0, 0), (2, 3)) is whole
+    assert torch.equal(narrowed(whole, (1, 1), (1, 2)), whole[1:, 1:])

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from lamina.buffers import ShardedTensor
 from lamina.ddp import Muon, full_parameters
 from lamina.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from lamina.mesh import mark
@@ -353,3 +354,82 @@ def test_an_optimizer_of_others_that_looks_at_rows(strategy, ranks):
         model, optimizer = fully_shard(model, make(model), **how, keep_tensors_whole=True)
         train_with(model, [optimizer], ranks)
         assert_near(model, one_process(make, model=build_one()))
+
+
+class OverEachTensor(torch.optim.Optimizer):
+    """The rate of a tensor follows from its norm and mean, as that of LARS, LAMB and NovoGrad."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                moment.lerp_(p.grad, 0.5)
+                rate = p.norm() * p.abs().max() / (0.1 + p.grad.square().mean() + p.var())
+                p.sub_(0.1 * rate * moment)
+
+
+class Rows(nn.Module):
+    """Rows of a matrix that tp cuts give a sum each: no rank needs to know of the others' rows."""
+
+    def __init__(self, rows=slice(None)):
+        super().__init__()
+        torch.manual_seed(5)
+        self.rows = nn.Parameter(torch.randn(8, 6)[rows].clone())
+        self.all = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return (x @ self.rows.T).square().sum() + (x * self.all).square().sum()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("make", [OverEachTensor, OverAllTensors], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+def test_norms_of_an_optimizer_of_others_are_those_of_all_tensor_parallel_parts(
+    strategy, tp, make, ranks
+):
+    """Each rank's norm was that of its part, so tp changed the result, without a word."""
+    mesh = init_device_mesh(device_type(), (4 // tp, tp), mesh_dim_names=("dp", "tp"))
+    dp, part = divmod(ranks.rank, tp)
+    model = Rows(slice(part * 8 // tp, (part + 1) * 8 // tp))
+    mark(model.rows, tp_shard_dim=0)
+    model, optimizer = fully_shard(
+        model, make(model.parameters()), device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp",
+        zero_dp_strategy=strategy,
+    )  # fmt: skip
+    plain = Rows()
+    wanted = make(plain.parameters())
+
+    def x(step, rank):
+        return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+    for step in range(STEPS):
+        model(x(step, dp)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sum(plain(x(step, rank)) for rank in range(4 // tp)).div(4 // tp).backward()
+        wanted.step()
+        wanted.zero_grad()
+    found = full_parameters(model)
+    torch.testing.assert_close(found["all"], plain.all.detach(), rtol=1e-5, atol=1e-5)
+    rows = plain.rows.detach().chunk(tp)[part]
+    torch.testing.assert_close(found["rows"], rows, rtol=1e-5, atol=1e-5)
+    for state in optimizer.state.values():  # kept as the parameter is, and not as it was lent
+        if isinstance(state, dict):
+            assert isinstance(state["moment"], ShardedTensor) is (strategy > 0 and tp < 4)
+
+
+@pytest.mark.ranks(2)
+def test_whole_tensors_that_tensor_parallelism_has_cut_are_refused(ranks):
+    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
+    model = Rows(slice(4))
+    mark(model.rows, tp_shard_dim=0)
+    with pytest.raises(ValueError, match=r"OverRows looks at whole tensors, and rows is cut .*tp"):
+        fully_shard(
+            model, OverRows(model.parameters()), device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp",
+            keep_tensors_whole=True,
+        )  # fmt: skip

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 
 from lamina.buffers.compat import OpOverload
-from lamina.buffers.tensors.span_tensor import HandlerTable, ReduceOp, SpanSpec, SpanTensor
+from lamina.buffers.tensors.span_tensor import (
+    HandlerTable,
+    ReduceOp,
+    SpanCommunicator,
+    SpanSpec,
+    SpanTensor,
+)
 
 OPTIMIZER = (
     "An optimizer that looks at one tensor at a time as a whole has to be given to the wrapper, "
@@ -39,9 +45,12 @@ def reduce_over_ranks(
 
     A NaN wins over all other numbers, as it does in torch.
     """
-    if not spec.is_cut:
-        return value
-    communicator = spec.reach(operation)
+    if spec.is_cut:
+        value = _reduced(spec.reach(operation), value, op)
+    return value if spec.beyond is None else _reduced(spec.beyond, value, op)
+
+
+def _reduced(communicator: SpanCommunicator, value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     if op == "sum" or not value.is_floating_point():
         return communicator.all_reduce(value, op)
     # Backends differ in what max(1, NaN) is, so a flag travels beside each number.
@@ -113,7 +122,15 @@ def _mean(
     dtype = dtype or tensor.dtype
     if not dtype.is_floating_point:
         raise RuntimeError(f"mean() needs a floating dtype, got {dtype}: pass dtype=")
-    return (_total("mean()", tensor) / tensor._spec.numel).to(dtype)
+    return (_total("mean()", tensor) / _elements(tensor)).to(dtype)
+
+
+def _elements(tensor: SpanTensor) -> torch.Tensor | int:
+    """Elements of what reductions go over; over parts that tp has cut a tensor on the device."""
+    numel, beyond = tensor._spec.numel, tensor._spec.beyond
+    if beyond is None:
+        return numel
+    return beyond.all_reduce(torch.full((), numel, dtype=torch.int64, device=tensor.device), "sum")
 
 
 @HANDLERS.handles(aten.var.correction, aten.std.correction)
@@ -127,10 +144,11 @@ def _variance(
 ) -> torch.Tensor:
     """Two passes, as differences of large sums lose digits."""
     refuse_dims(func, tensor, dim, keepdim)
-    numel = tensor._spec.numel
+    numel = _elements(tensor)
     mean = _total(func, tensor) / numel
     squares = _total(func, tensor, of=lambda run: (run.double() - mean).square().sum())
-    variance = squares / max(numel - (1 if correction is None else correction), 0)
+    free = numel - (1 if correction is None else correction)
+    variance = squares / (free.clamp(min=0) if isinstance(free, torch.Tensor) else max(free, 0))
     result = variance.sqrt() if func is aten.std.correction else variance
     rounded: torch.Tensor = result.to(tensor.dtype)
     return rounded
@@ -152,7 +170,7 @@ def _count_nonzero(func: OpOverload, tensor: SpanTensor, dim: Any = None) -> tor
     count = _total(func, tensor, of=torch.count_nonzero, wide=torch.int64)
     if func is aten.count_nonzero.default:
         return count
-    return count == tensor._spec.numel if func is aten.all.default else count > 0
+    return count == _elements(tensor) if func is aten.all.default else count > 0
 
 
 @HANDLERS.handles(aten.equal.default)
@@ -279,13 +297,13 @@ def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> torch
     """
     norm = PNorm(order)
     shares = norm.shares([tensor._local for tensor in tensors])
-    cut = [index for index, tensor in enumerate(tensors) if tensor._spec.is_cut]
+    specs = [tensor._spec for tensor in tensors]
+    cut = [index for index, spec in enumerate(specs) if spec.is_cut or spec.beyond is not None]
     if cut:
-        spec = tensors[cut[0]]._spec
-        communicator = spec.reach(operation)
-        for index in cut:
-            other = tensors[index]._spec
-            if other.axes != spec.axes and other.communicator != communicator:
+        spec = specs[cut[0]]
+        for other in (specs[index] for index in cut):
+            same = other.axes == spec.axes or other.communicator == spec.communicator
+            if not same or other.beyond != spec.beyond:
                 raise NotImplementedError(
                     f"{operation} over ShardedTensors of different meshes ({spec.where()} and "
                     f"{other.where()}) in one call: use lamina.ddp.clip_grad_norm, which counts "

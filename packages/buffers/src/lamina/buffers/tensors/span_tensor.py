@@ -63,6 +63,8 @@ class SpanSpec:
         communicator: reaches the other ranks; None where none was given.
         extents: lazily, `(start, stop)` of every rank in the communicator's order.
         name: of the tensor that the place was made for; what is computed from that one keeps it.
+        beyond: reaches the ranks with the other parts, where the tensor is itself one of the parts
+            into which tp has cut a parameter. Reductions go over these ranks too.
     """
 
     shape: torch.Size
@@ -72,6 +74,7 @@ class SpanSpec:
     communicator: SpanCommunicator | None = None
     extents: Extents | None = field(default=None, repr=False, compare=False)
     name: str = field(default="", repr=False, compare=False)
+    beyond: SpanCommunicator | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def numel(self) -> int:

@@ -18,6 +18,7 @@ Note [Hooks of users]
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -56,7 +57,10 @@ class MainParameters:
         self._specs: list[SpanSpec] = []  # where each lies in its whole; empty where none is cut
         if cut:
             reach = SpanGroups([axis.sibling("gather") for axis in cut])
-            self._specs = [main.as_sharded(index, reach).spec for index in range(len(refs))]
+            self._specs = [
+                replace(main.as_sharded(index, reach).spec, beyond=axes.beyond(ref.role))
+                for index, ref in enumerate(refs)
+            ]
         self.parameters = [ref.parameter for ref in refs]
         if cut or not shares_storage(main.data, full):
             self.parameters = [

@@ -9,17 +9,24 @@ parameters there, a norm over all its parameters would be the norm of those on t
 `ShardedTensor`s such a norm is that of all ranks, and what needs a tensor whole is refused. So
 tensors are lent plain only if somebody has said that the optimizer looks at one tensor at a time:
 torch's classes in `_WHOLE` do, and so does whoever asks for a layout that cuts no tensor.
+
+The same holds for the parts into which tp has cut a parameter. A rank may have a part whole, as a
+plain parameter of its module, and a norm of that part is not the parameter's. So it is lent as a
+`ShardedTensor`, whose reductions go over tp.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lamina.buffers import ShardedTensor
+from lamina.buffers.engine import PlainAxis, SpanSpec
+from lamina.collectives.engine import SpanGroups
 from lamina.ddp.finalize.finalize import warn_of_unfinished_steps
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.optimizer.adopt_parameters import adopt_main_parameters, require_same_optimizer
@@ -39,11 +46,21 @@ def needs_whole_tensors(optimizer: Optimizer | None) -> frozenset[int]:
 
 
 def refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup], remedy: str) -> None:
-    """Raise ValueError if an optimizer looks at whole tensors that data-parallel ranks have cut."""
-    wanted = needs_whole_tensors(optimizer)
-    for group in groups if wanted else ():
+    """Raise ValueError if an optimizer looks at whole tensors that ranks have cut.
+
+    One of an unknown class looks at those that the layout keeps whole.
+    """
+    wanted, known = needs_whole_tensors(optimizer), type(optimizer) in ELEMENTWISE_STATE
+    for group in () if known else groups:
         for index, (ref, main) in enumerate(zip(group.refs, group.main_parameters, strict=True)):
-            if not wanted & {id(main), id(ref.parameter)} or not isinstance(main, ShardedTensor):
+            looks = wanted & {id(main), id(ref.parameter)}
+            if (looks or group.layout.specs[index].stays_whole) and group.axes.beyond(ref.role):
+                raise ValueError(
+                    f"{type(optimizer).__name__} looks at whole tensors, and {ref.name} is cut "
+                    f"over tensor-parallel ranks ({group.axes.at}): give it an optimizer that "
+                    "works element by element, and no keep_tensors_whole"
+                )
+            if not looks or not isinstance(main, ShardedTensor):
                 continue
             # From the layout, and not from this rank's piece: all ranks must agree.
             extents = group.main_weights.as_sharded(index).extents()
@@ -105,63 +122,125 @@ class WholeStep(BorrowedGroups):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
         self._looks_at_whole_tensors = isinstance(optimizer, _WHOLE)
-        self._plain: dict[int, nn.Parameter | None] = {}
+        self._lent: dict[int, _Loan] = {}
 
     def _prepare(self, groups: Sequence[ParameterGroup]) -> None:
         for group in groups:
-            self._prepare_group(group)
-
-    def _prepare_group(self, group: ParameterGroup) -> None:
-        alone = group.layout.num_shards == 1  # what is summed on this rank is the whole sum
-        for spec, main in zip(group.layout.specs, group.main_parameters, strict=True):
-            lent = alone or spec.stays_whole or self._looks_at_whole_tensors
-            if lent and isinstance(main, ShardedTensor):
-                local = main.to_local()
-                if local.numel() == main.numel():
-                    # Frozen ones may hold integers, which torch lets no parameter train.
-                    trains = main.requires_grad
-                    self._plain[id(main)] = nn.Parameter(local.view(main.shape), trains)
-                elif local.numel() == 0:
-                    self._plain[id(main)] = None
+            alone = group.layout.num_shards == 1  # what is summed on this rank is the whole sum
+            members = zip(group.layout.specs, group.refs, group.main_parameters, strict=True)
+            for spec, ref, main in members:
+                beyond = group.axes.beyond(ref.role)
+                whole = alone or self._looks_at_whole_tensors or spec.stays_whole
+                if beyond is not None and not isinstance(main, ShardedTensor):
+                    self._lent[id(main)] = _Piece(main, ref.name, group.axes.apart, beyond)
+                elif beyond is None and whole and isinstance(main, ShardedTensor):
+                    self._lent[id(main)] = _Whole(main)
 
     def _lend(
         self, number: int, settings: dict[str, Any], optimizer: Optimizer
     ) -> list[nn.Parameter]:
-        chosen = (self._plain_of(main, optimizer) for main in settings["params"])
-        return [parameter for parameter in chosen if parameter is not None]
-
-    def _plain_of(self, main: nn.Parameter, optimizer: Optimizer) -> nn.Parameter | None:
-        plain = self._plain.get(id(main), main)
-        if plain is None or plain is main:
-            return plain
-        gradient = main.grad
-        plain.grad = None
-        if isinstance(main, _Decoupled):
-            show_decoupled([plain])
-        if isinstance(gradient, ShardedTensor):
-            if gradient.dtype != plain.dtype:
-                plain.grad_dtype = gradient.dtype  # torch takes no other dtype in `.grad`
-            plain.grad = gradient.to_local().view(main.shape)
-        if main in optimizer.state:
-            optimizer.state[plain] = _plain_state(optimizer.state.pop(main))
-        return plain
+        chosen: list[nn.Parameter] = []
+        for main in settings["params"]:
+            loan = self._lent.get(id(main))
+            chosen += [main] if loan is None else loan.lend(optimizer)
+        return chosen
 
     def _collect(self, optimizer: Optimizer, *, stepped: bool) -> None:
         for main in [p for settings in optimizer.param_groups for p in settings["params"]]:
-            plain = self._plain.get(id(main))
-            if plain is not None:
-                plain.grad = None
-                if plain in optimizer.state:
-                    optimizer.state[main] = optimizer.state.pop(plain)
+            if (loan := self._lent.get(id(main))) is not None:
+                loan.take_back(optimizer)
 
 
-def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """State without `ShardedTensor`s, which a load into an optimizer that had none has left."""
+class _Loan(ABC):
+    """A parameter that stands for a main parameter while the optimizer steps, if this rank has any
+    of it.
+    """
+
+    def __init__(self, main: nn.Parameter, lent: torch.Tensor | None) -> None:
+        self._main = main
+        self._parameter: nn.Parameter | None = None
+        if lent is not None:
+            # Frozen ones may hold integers, which torch lets no parameter train.
+            self._parameter = nn.Parameter(lent, main.requires_grad)
+
+    @abstractmethod
+    def _shown(self, value: torch.Tensor) -> torch.Tensor:
+        """A gradient, or state of the parameter's shape, as the optimizer is to see it."""
+
+    def _kept(self, value: torch.Tensor) -> torch.Tensor:
+        """State that a step has left, as the main parameter keeps it."""
+        return value
+
+    def lend(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The parameter to step, with the gradient and the state of the main one; or none."""
+        main, lent = self._main, self._parameter
+        if lent is None:
+            return []
+        gradient = main.grad
+        lent.grad = None
+        if isinstance(main, _Decoupled):
+            show_decoupled([lent])
+        if gradient is not None:
+            if gradient.dtype != lent.dtype:
+                lent.grad_dtype = gradient.dtype  # torch takes no other dtype in `.grad`
+            lent.grad = self._shown(gradient)
+        if main in optimizer.state:
+            optimizer.state[lent] = _changed(optimizer.state.pop(main), self._shown)
+        return [lent]
+
+    def take_back(self, optimizer: Optimizer) -> None:
+        """Put the state under the main parameter."""
+        lent = self._parameter
+        if lent is not None:
+            lent.grad = None
+            if lent in optimizer.state:
+                optimizer.state[self._main] = _changed(optimizer.state.pop(lent), self._kept)
+
+
+class _Whole(_Loan):
+    """A tensor that lies whole on one rank: a plain parameter there, and none on the others."""
+
+    def __init__(self, main: ShardedTensor) -> None:
+        local = main.to_local()
+        whole = local.view(main.shape) if local.numel() == main.numel() else None
+        super().__init__(cast(nn.Parameter, main), whole)
+
+    def _shown(self, value: torch.Tensor) -> torch.Tensor:
+        # A load into an optimizer that had no state has left `ShardedTensor`s.
+        local = value.to_local() if isinstance(value, ShardedTensor) else value
+        return local.view(value.shape) if local.numel() == value.numel() else value
+
+
+class _Piece(_Loan):
+    """A part into which tp has cut a parameter, and which this rank has whole.
+
+    Reductions go over the ranks with the other parts, `beyond`. `apart` are the axes that have cut
+    the model.
+    """
+
+    def __init__(
+        self, main: nn.Parameter, name: str, apart: tuple[str, ...], beyond: SpanGroups
+    ) -> None:
+        axis = PlainAxis("whole", 1, 0, apart)
+        self._spec = SpanSpec(main.shape, 0, main.numel(), (axis,), None, None, name, beyond)
+        super().__init__(main, ShardedTensor.from_spec(main.detach().view(-1), self._spec))
+
+    def _shown(self, value: torch.Tensor) -> torch.Tensor:
+        if value.shape != self._spec.shape or isinstance(value, ShardedTensor):
+            return value
+        return ShardedTensor.from_spec(value.reshape(-1), self._spec)
+
+    def _kept(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to_local().view(value.shape) if isinstance(value, ShardedTensor) else value
+
+
+def _changed(
+    state: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """A parameter's state, with its tensors changed in place of the dictionary's."""
     for name, value in state.items():
-        if isinstance(value, ShardedTensor):
-            local = value.to_local()
-            if local.numel() == value.numel():
-                state[name] = local.view(value.shape)
+        if isinstance(value, torch.Tensor):
+            state[name] = change(value)
     return state
 
 

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers import Replicate
 from lamina.buffers.engine import Placement
+from lamina.collectives.engine import SpanGroups
 from lamina.ddp.parameters.parameters import ParameterRef
-from lamina.mesh import ParallelMesh
+from lamina.mesh import ParallelMesh, Role
 from lamina.mesh.engine import MeshAxis, mesh_axis
 
 
@@ -72,6 +73,12 @@ class DataParallelAxes:
     def wide(self) -> tuple[MeshAxis, ...]:
         """The axes of more than one rank, tp among them, the innermost first."""
         return tuple(axis for axis in (self.tp, self.inner, self.outer) if axis and axis.size > 1)
+
+    def beyond(self, role: Role) -> SpanGroups | None:
+        """Reaches the ranks with the other parts of a parameter, if tp has cut it."""
+        if role.tp_shard_dim is None or self.pieces is None or self.pieces.size == 1:
+            return None
+        return SpanGroups([self.pieces.group])
 
     @property
     def here(self) -> str:

@@ -59,15 +59,6 @@ def stays_together(spec: TensorSpec, left: int, right: int) -> bool:
     return left // width // rows == right // width // rows
 
 
-@settings(max_examples=60, deadline=None)
-@given(plans())
-def test_a_tensor_that_says_it_stays_whole_is_cut_on_no_number_of_shards(plan):
-    specs, *_ = plan
-    for spec in specs:
-        together = spec.numel < 2 or stays_together(spec, 0, spec.numel - 1)
-        assert spec.stays_whole is (spec.granularity.kind != "element" and together)
-
-
 @settings(max_examples=120, deadline=None)
 @given(plans())
 def test_a_layout_covers_all_overlaps_nothing_and_cuts_no_granule(plan):

@@ -322,14 +322,17 @@ class OverRows(torch.optim.Optimizer):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("blocks", [False, True], ids=["", "blocks as large as tensors"])
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
-def test_an_optimizer_whose_rate_follows_from_all_tensors(strategy, ranks):
+def test_an_optimizer_whose_rate_follows_from_all_tensors(strategy, blocks, ranks):
     """Where a tensor was whole on a rank by chance, the norm was that of this rank's tensors."""
 
     def make(model):
         return OverAllTensors(model.parameters())
 
     model = build()
+    for parameter in model.parameters() if blocks else ():
+        mark(parameter, block_rows=64)
     model, optimizer = fully_shard(model, make(model), **settings(strategy))
     train_with(model, [optimizer], ranks)
     assert_near(model, one_process(make))

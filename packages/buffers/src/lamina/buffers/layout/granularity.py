@@ -105,11 +105,3 @@ class TensorSpec:
     def granule(self) -> int:
         """Elements that stay on one shard: 1, a row, a block of rows, or the whole tensor."""
         return self.granularity.elements(self.shape)
-
-    @property
-    def stays_whole(self) -> bool:
-        """Whether its granularity promises that no boundary ever cuts it, on any number of shards.
-
-        With `element()` a tensor may lie whole on one shard as well, but by chance.
-        """
-        return self.granularity.kind != "element" and self.granule >= self.numel

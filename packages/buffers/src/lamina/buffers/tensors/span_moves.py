@@ -89,7 +89,8 @@ def _copy(
 def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """A box of a tensor as a view; the tensor itself where the box is all of it."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        if size != tensor.shape[dim]:  # some subclasses can only be cut along their first dimension
+        # Some subclasses can be cut along their first dimension only.
+        if (offset, size) != (0, tensor.shape[dim]):
             tensor = tensor.narrow(dim, offset, size)
     return tensor
 

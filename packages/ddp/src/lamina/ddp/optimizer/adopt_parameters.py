@@ -97,9 +97,8 @@ def refuse_optimizer(
     name = type(optimizer).__name__
     try:
         optimizer.register_state_dict_pre_hook(lambda _: None).remove()
-    except (
-        AttributeError
-    ) as error:  # a wrapper of another one, mostly, that inherits its class only
+    except AttributeError as error:
+        # Most of these wrap another optimizer, and inherit torch's class for its name alone.
         raise ValueError(
             f"{name} takes no hooks, as its __init__ never called that of torch.optim.Optimizer: "
             "give Lamina the optimizer that it wraps, and wrap that one afterwards"

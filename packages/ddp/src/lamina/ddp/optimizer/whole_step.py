@@ -8,7 +8,7 @@ A tensor also lies whole on one rank where no boundary happens to cut it. If an 
 parameters there, a norm over all its parameters would be the norm of those on this rank. Over
 `ShardedTensor`s such a norm is that of all ranks, and what needs a tensor whole is refused. So
 tensors are lent plain only if somebody has said that the optimizer looks at one tensor at a time:
-torch's classes in `_WHOLE` do, and so does whoever asks for a layout that cuts no tensor.
+torch's classes in `_WHOLE` do, and so does `keep_tensors_whole`, whose layout cuts no tensor.
 
 The same holds for the parts into which tp has cut a parameter. A rank may have a part whole, as a
 plain parameter of its module, and a norm of that part is not the parameter's. So it is lent as a
@@ -48,13 +48,13 @@ def needs_whole_tensors(optimizer: Optimizer | None) -> frozenset[int]:
 def refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup], remedy: str) -> None:
     """Raise ValueError if an optimizer looks at whole tensors that ranks have cut.
 
-    One of an unknown class looks at those that the layout keeps whole.
+    One of an unknown class does if the layout keeps tensors whole for it.
     """
     wanted, known = needs_whole_tensors(optimizer), type(optimizer) in ELEMENTWISE_STATE
     for group in () if known else groups:
         for index, (ref, main) in enumerate(zip(group.refs, group.main_parameters, strict=True)):
             looks = wanted & {id(main), id(ref.parameter)}
-            if (looks or group.layout.specs[index].stays_whole) and group.axes.beyond(ref.role):
+            if (looks or _is_kept(group, index)) and group.axes.beyond(ref.role):
                 raise ValueError(
                     f"{type(optimizer).__name__} looks at whole tensors, and {ref.name} is cut "
                     f"over tensor-parallel ranks ({group.axes.at}): give it an optimizer that "
@@ -112,6 +112,14 @@ def adopt_optimizer(
     return borrowed
 
 
+def _is_kept(group: ParameterGroup, index: int) -> bool:
+    """Whether the layout was asked to cut this tensor nowhere (`keep_tensors_whole`).
+
+    Blocks that are as large as their tensor (`block_rows`) are there for another reason.
+    """
+    return group.layout.specs[index].granularity.kind == "tensor"
+
+
 class WholeStep(BorrowedGroups):
     """Gives an optimizer plain parameters for the time of a step, where it looks at whole tensors.
 
@@ -127,10 +135,10 @@ class WholeStep(BorrowedGroups):
     def _prepare(self, groups: Sequence[ParameterGroup]) -> None:
         for group in groups:
             alone = group.layout.num_shards == 1  # what is summed on this rank is the whole sum
-            members = zip(group.layout.specs, group.refs, group.main_parameters, strict=True)
-            for spec, ref, main in members:
+            members = zip(group.refs, group.main_parameters, strict=True)
+            for index, (ref, main) in enumerate(members):
                 beyond = group.axes.beyond(ref.role)
-                whole = alone or self._looks_at_whole_tensors or spec.stays_whole
+                whole = alone or self._looks_at_whole_tensors or _is_kept(group, index)
                 if beyond is not None and not isinstance(main, ShardedTensor):
                     self._lent[id(main)] = _Piece(main, ref.name, group.axes.apart, beyond)
                 elif beyond is None and whole and isinstance(main, ShardedTensor):

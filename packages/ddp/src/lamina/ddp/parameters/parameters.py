@@ -212,8 +212,12 @@ def _function_of(cls: type[torch.Tensor]) -> object:
 
 
 def spec_of(ref: ParameterRef, granularity: Granularity | None = None) -> TensorSpec:
-    """The layout's view of a parameter: a role's `block_rows` wins over the default granularity."""
-    if ref.role.block_rows is not None:
+    """The layout's view of a parameter: a role's `block_rows` wins over the default granularity.
+
+    A tensor that is not cut at all keeps its blocks too.
+    """
+    whole = granularity is not None and granularity.kind == "tensor"
+    if ref.role.block_rows is not None and not whole:
         granularity = Granularity.block(ref.role.block_rows)
     return TensorSpec(ref.name, tuple(ref.parameter.shape), granularity or Granularity.element())
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 
-from lamina.buffers import BufferLayout, FlatBuffer, StoragePool
+from lamina.buffers import BufferLayout, FlatBuffer, Granularity, StoragePool
 from lamina.collectives.engine import cuts_as_gloo
 from lamina.ddp import Strategy
 from lamina.ddp.engine import (
@@ -148,9 +148,6 @@ def resolve(
     device = computing_device(nn.Module() if is_offloaded else module, mesh, settings.device)
     if is_offloaded:
         check_offload(settings, device, dense)
-    whole = needs_whole_tensors(optimizer)
-    if settings.keep_tensors_whole:
-        whole = frozenset(id(ref.parameter) for ref in refs)
     # Slots lie in memory that is registered with the groups that gather into it.
     gathering = [axes.inner.sibling("gather") for axes in (dense, expert) if axes is not None]
     refuse_unavailable(settings, gathering, device)
@@ -163,7 +160,7 @@ def resolve(
         model=model,
         device=device,
         offloaded=is_offloaded,
-        whole=whole,
+        whole=needs_whole_tensors(optimizer),
         left_alone=left_alone,
         scratch=ScratchBuffers(),
         pool=StoragePool(device, poison=settings.check_storage) if slots is None else slots.pool,
@@ -404,6 +401,7 @@ def _group_settings(strategy: Strategy, sharding: Sharding) -> GroupSettings:
         casts_in_gathers=True,
         release_gradients=True,
         exact_norm=settings.invariant,
+        granularity=Granularity.tensor() if settings.keep_tensors_whole else None,
         device=device,
     )
     if not isinstance(settings.offload_policy, CPUOffloadPolicy):

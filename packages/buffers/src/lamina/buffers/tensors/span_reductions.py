@@ -301,7 +301,8 @@ def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> torch
     cut = [index for index, spec in enumerate(specs) if spec.is_cut or spec.beyond is not None]
     if cut:
         spec = specs[cut[0]]
-        for other in (specs[index] for index in cut):
+        for index in cut:
+            other = specs[index]
             same = other.axes == spec.axes or other.communicator == spec.communicator
             if not same or other.beyond != spec.beyond:
                 raise NotImplementedError(

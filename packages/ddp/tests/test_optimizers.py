@@ -15,7 +15,7 @@ from lamina.ddp import (
     ShardedOptimizer,
     full_parameters,
 )
-from lamina.mesh import ParallelLayout
+from lamina.mesh import ParallelLayout, mark
 from lamina_testing import device_type
 from lamina_testing.toys import OddNet, TinyTransformer
 
@@ -486,3 +486,53 @@ def test_whole_tensors_in_any_order_of_memory_are_all_updated(make, ranks):
             its.zero_grad()
     for name, value in full_parameters(wrapped).items():
         torch.testing.assert_close(value, plain.get_parameter(name), msg=name)
+
+
+class Counting(torch.optim.Optimizer):
+    """Of another library, in kind: it keeps a number that belongs to no parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.state["steps"] = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.state["steps"] += 1
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                moment.lerp_(p.grad, 0.5)
+                p.sub_(0.1 / self.state["steps"] * moment)
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_state_that_belongs_to_no_parameter_is_saved_and_loaded(sharded, ranks):
+    wrapped, optimizer = wrap(build(), Counting, sharded)
+    train(wrapped, optimizer, ranks.rank, 2)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), full_parameters(wrapped)
+    assert saved["state"]["steps"] == 2
+    second = build()
+    with torch.no_grad():
+        for name, value in weights.items():
+            second.get_parameter(name).copy_(value)
+    resumed, resumed_optimizer = wrap(second, Counting, sharded)
+    resumed_optimizer.load_state_dict(saved)
+    train(resumed, resumed_optimizer, ranks.rank, 3, first=2)
+    compare(resumed, reference(Counting, 2, 3))
+    saved["state"]["no such parameter"] = {"moment": torch.zeros(1)}
+    with pytest.raises(KeyError, match="no such parameter"):
+        resumed_optimizer.load_state_dict(saved)
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_an_optimizer_of_whole_matrices_over_tensor_parallel_pieces_is_refused(sharded, ranks):
+    mesh = ParallelLayout(tp=2).build(device_type())
+    model = nn.Sequential(nn.Linear(8, 4, bias=False))
+    mark(model[0].weight, tp_shard_dim=0)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    wrapped = DistributedDataParallel(model, config, mesh)
+    with pytest.raises(ValueError, match=r"Adafactor looks at whole.*0\.weight is cut.*tensor-par"):
+        ShardedOptimizer(optimizer, wrapped, mesh)

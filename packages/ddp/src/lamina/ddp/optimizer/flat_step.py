@@ -469,7 +469,9 @@ def unshare_counts(optimizer: Optimizer) -> None:
     makes a new plan.
     """
     shared: set[int] = set()
-    for state in optimizer.state.values():
+    # What belongs to no parameter may be of any type.
+    states = (state for state in optimizer.state.values() if isinstance(state, dict))
+    for state in states:
         for name in COUNTERS & state.keys():
             if isinstance(state[name], torch.Tensor):
                 if id(state[name]) in shared:

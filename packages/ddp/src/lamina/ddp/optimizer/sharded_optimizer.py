@@ -98,7 +98,8 @@ class ShardedOptimizer(Optimizer):
             )
         # Torch calls no post-hook of a step that raises: the user's parameters come back here.
         try:
-            return self.optimizer.step(closure)
+            # A step of the user's may take no closure.
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         finally:
             self._borrowed.restore(self.optimizer)
 

@@ -252,9 +252,18 @@ def several_tensors_are_copied_at_once():
 
 
 def fake_tensors_are_a_class():
-    with torch._subclasses.FakeTensorMode():
+    assert of_models.active_fake_mode() is None
+    with of_models.FakeTensorMode() as mode:
         assert isinstance(torch.ones(2), of_models.FakeTensor)
+        assert of_models.active_fake_mode() is mode
     assert not isinstance(torch.ones(2), of_models.FakeTensor)
+
+
+def collectives_tell_their_group():
+    with init_distributed("fake", rank=0, world_size=2):
+        group = torch.distributed.group.WORLD
+        for argument in (group.group_name, group.boxed()):
+            assert of_models.group_of_argument(argument).size() == 2
 
 
 def threads_carry_objects():
@@ -431,7 +440,8 @@ CHECKS = {
     the_engine_says_which_nodes_it_will_execute: "will_execute",
     norms_of_several_tensors_come_at_once: "foreach_norm",
     several_tensors_are_copied_at_once: "foreach_copy",
-    fake_tensors_are_a_class: "FakeTensor",
+    fake_tensors_are_a_class: "FakeTensor FakeTensorMode active_fake_mode",
+    collectives_tell_their_group: "group_of_argument",
     threads_carry_objects: "set_in_thread is_in_thread get_in_thread remove_from_thread",
     a_block_of_memory_can_be_shared: "shared_block",
     a_group_is_found_by_its_name: "group_named",

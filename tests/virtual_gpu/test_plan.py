@@ -71,3 +71,27 @@ def test_constants_are_measured_once_and_read_after(tmp_path):
         measured = ("product", "attention", "attention_backward", "memory", "launch")
         assert all(written[name] > 0 for name in measured)
         (tmp_path / "constants.json").write_text(json.dumps({**written, "context": 3 << 30}))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--recompute", "none"),
+        ("--recompute", "selective"),
+        ("--recompute", "full"),
+        ("--recompute", "selective", "--strategy", "2"),
+        ("--recompute", "full", "--mesh", "dp_replicate=2,dp_shard=-1"),
+    ],
+    ids=" ".join,
+)
+def test_a_plan_of_torchs_fsdp2_counts_each_tensor_of_the_device(words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 8}))
+    words = [*words, "--sequence", "4096", "--batch", "2", "--model", str(tmp_path)]
+    command = [sys.executable, "-m", "lamina.models.plan", "--engine", "fsdp2", *words]
+    answer = subprocess.run(
+        [*command, "--device", "--json"], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    planned = json.loads(answer.stdout)
+    off = planned["allocated_bytes"] / planned["device"]["allocated"] - 1
+    assert abs(off) < 0.02, (off, planned)

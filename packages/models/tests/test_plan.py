@@ -29,12 +29,12 @@ from lamina.models.plan import Call, Job, StepRecorder, machine, plan, search, s
 from lamina.models.plan.clock import message_seconds, replay
 from lamina.models.plan.command import _parser, layout_of, main
 from lamina.models.plan.constants import Costs, workspaces_of
-from lamina.models.plan.device_forms import device_forms
 from lamina.models.plan.job import play
 from lamina.models.plan.job_plan import peak_at_depth
 from lamina.models.plan.pipeline_clock import pipeline_order, simulate
 from lamina.models.plan.preflight import complaints, switched_off, waits_of, wrong_types
-from lamina.models.plan.recorder import Life, Message, Operation, StepRecord
+from lamina.models.plan.record.device_forms import device_forms
+from lamina.models.plan.record.step_record import Life, Message, Operation, StepRecord
 
 CONFIG = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=6, num_heads=4, ffn_size=128)
 JOB = Job(config=CONFIG, ranks=2, batch=2, sequence=64)

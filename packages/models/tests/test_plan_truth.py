@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from lamina.collectives import Ledger
 from lamina.collectives.engine import kept_bytes
 from lamina.mesh import ParallelLayout
 from lamina.models import TransformerConfig
-from lamina.models.plan import Job
+from lamina.models.plan import Job, fsdp2
 from lamina.models.plan.job import play, program
+from lamina.models.plan.record.step_record import StepRecord
 from lamina_testing import Meter
 
 # For nearly all plans, and for all: over two axes a sum may end a unit later than it is planned to.
@@ -73,14 +75,19 @@ def measured(job: Job) -> tuple[int, dict[str, int]]:
         return peaks[0] - kept, sent
 
 
+def planned(job: Job) -> tuple[int, StepRecord]:
+    """The predicted peak of a step's passes, and the whole record."""
+    record = play(job, device_type="cpu", backend=None).record
+    update = {name: at for at, name in record.marks}["optimizer"]
+    return max(sum(now.values()) for at, now in record.timeline() if at <= update), record
+
+
 def error_of(job: Job) -> float:
     """How far the plan of this rank is from its own step's peak.
 
     What it sends has to be the same, but for the norm's few numbers for each axis.
     """
-    record = play(job, device_type="cpu", backend=None).record
-    update = {name: at for at, name in record.marks}["optimizer"]
-    predicted = max(sum(now.values()) for at, now in record.timeline() if at <= update)
+    predicted, record = planned(job)
     peak, sent = measured(job)
     counted = record.wire_bytes()
     assert all(0 <= size - counted[axis] <= 64 for axis, size in sent.items()), (sent, counted)
@@ -101,3 +108,33 @@ def test_two_hundred_plans_have_the_peak_and_bytes_of_their_steps(ranks, tens):
     errors = [abs(error_of(job)) for job in jobs]
     assert max(errors) < FAR, errors
     assert sorted(errors)[-3] < NEAR, errors
+
+
+FSDP2 = Job(
+    config=TransformerConfig(
+        vocab_size=512, hidden_size=128, num_layers=3, num_heads=4, ffn_size=256
+    ),
+    ranks=2,
+    batch=2,
+    sequence=128,
+    precision="fp32",
+    shard=fsdp2,
+)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"strategy": 2},
+        {"recompute": "full"},
+        {"recompute": "selective", "precision": "bf16"},
+    ],
+    ids=str,
+)
+def test_a_plan_of_torchs_fsdp2_has_the_peak_of_its_step(ranks, changes):
+    job = replace(FSDP2, **changes)
+    predicted, _ = planned(job)
+    peak, _ = measured(job)
+    assert abs(predicted / peak - 1) < NEAR, (predicted, peak)

@@ -4,9 +4,13 @@ No other module of this layer uses one (tests/test_compat.py), so what a new tor
 """
 
 import torch
+from torch._C import ScriptObject
 from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._compile import _disable_dynamo as one_graph_break
-from torch._subclasses import FakeTensor
+from torch._guards import active_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,13 +19,16 @@ __all__ = [
     "HAS_SCALED_MM_V2_ON_CPU",
     "HAS_WIDE_ADDMM_ON_META",
     "FakeTensor",
+    "FakeTensorMode",
     "TorchDispatchMode",
+    "active_fake_mode",
     "current_graph_task_id",
     "flash_attention",
     "flash_attention_backward",
     "flash_attention_backward_for_cpu",
     "flash_attention_for_cpu",
     "graph_is_kept",
+    "group_of_argument",
     "one_graph_break",
     "scaled_mm",
     "scaled_mm_v2",
@@ -49,3 +56,10 @@ flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for
 flash_attention_backward_for_cpu = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 )
+
+
+def group_of_argument(argument: str | ScriptObject) -> ProcessGroup:
+    """The group that a collective's operator was given, by its name or in a box."""
+    if isinstance(argument, str):
+        return _resolve_process_group(argument)  # type: ignore[arg-type, unused-ignore]
+    return ProcessGroup.unbox(argument)

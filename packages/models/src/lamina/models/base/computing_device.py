@@ -9,22 +9,35 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from lamina.models.compat import FakeTensor
+
 _PLANNED: ContextVar[str] = ContextVar("lamina.models.planned", default="meta")
 
 
 def computes_on(where: Tensor | torch.device) -> str:
-    """The device's type, `cuda` or `cpu`; of meta tensors the one that they are planned as.
+    """The device's type, `cuda` or `cpu`; of tensors without values the one they are planned as.
 
     Kernels are chosen by it, so that a plan has those of the run.
     """
-    kind = where.device.type if isinstance(where, Tensor) else where.type
     # Dynamo traces calls with real tensors, and knows no context variable.
-    return kind if kind != "meta" else _PLANNED.get()
+    if isinstance(where, Tensor):
+        return where.device.type if has_values(where) else _planned_for(where.device.type)
+    return where.type if torch.compiler.is_compiling() else _planned_for(where.type)
+
+
+def _planned_for(kind: str) -> str:
+    planned = _PLANNED.get()
+    return kind if planned == "meta" else planned
+
+
+def has_values(tensor: Tensor) -> bool:
+    """False of meta tensors and of torch's fake ones, which a plan consists of."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 @contextmanager
 def planned_as(device_type: str) -> Iterator[None]:
-    """Inside, meta tensors are planned as tensors of this type of device."""
+    """Inside, meta and fake tensors are planned as tensors of this type of device."""
     before = _PLANNED.set(device_type)
     try:
         yield

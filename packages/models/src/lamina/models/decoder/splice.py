@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lamina.collectives import copy_to, scatter_to
 from lamina.mesh.engine import MeshAxis
+from lamina.models.base.computing_device import has_values
 from lamina.models.layers.zigzag import cut_sequence
 
 
@@ -66,7 +67,7 @@ def image_positions(tokens: Tensor, image_token: int, counts: Sequence[int]) -> 
     """
     is_image = tokens == image_token
     number = is_image.flatten().cumsum(dim=0).view_as(tokens) - 1
-    if tokens.is_meta:  # which have no values to check
+    if not has_values(tokens):  # there is nothing to check
         return number
     starts = is_image.clone()
     starts[:, 1:] &= ~is_image[:, :-1]

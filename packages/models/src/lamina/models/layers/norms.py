@@ -12,6 +12,7 @@ from lamina.collectives import copy_to, reduce_from
 from lamina.mesh import mark
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
+from lamina.models.base.computing_device import computes_on
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.elements import NormPart
 from lamina.models.base.mesh_axes import require_divisible
@@ -99,7 +100,7 @@ class RMSNorm(_Norm):
     def by_kernels(self, x: Tensor) -> Tensor:
         """Normalise `[..., size]` with statistics in float32 or wider; keeps x's dtype."""
         factor = self.factor
-        if x.device.type != "cpu" or factor is None:
+        if factor is None or computes_on(x) != "cpu":
             return torch.rms_norm(x, (self.size,), factor, self.eps)
         return rms_norm_on_cpu(x, factor, self.eps)
 

@@ -1,7 +1,8 @@
 """A record on a clock: when a GPU would have done what a step asks of it.
 
 There is one stream of kernels, and one of messages for each communicator, as the engine has. A
-message starts once the kernels before it are done, and kernels stand still where the step waits for
+message starts once the kernels before it are done (of a program with streams, those that its stream
+comes after), and kernels stand still where the step waits for
 a message that is not. All durations are those of the cost model (`constants`).
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.models.plan.constants import Machine
-from lamina.models.plan.recorder import Message, Operation, StepRecord
+from lamina.models.plan.record.step_record import Message, Operation, StepRecord
 
 
 @dataclass
@@ -89,8 +90,15 @@ def message_seconds(message: Message, machine: Machine) -> float:
     return seconds + costs.latency_between * _steps(message, ranks)
 
 
+_RINGS = frozenset(
+    """
+    all_gather_into all_gather gather broadcast all_reduce all_reduce_native reduce_scatter_native
+    """.split()
+)
+
+
 def _is_ring(message: Message) -> bool:
-    return message.op in ("all_gather_into", "all_reduce", "gather", "all_gather", "broadcast")
+    return message.op in _RINGS
 
 
 def _steps(message: Message, ranks: int) -> float:
@@ -204,11 +212,19 @@ class _Clock:
     def send(self, number: int) -> None:
         """A message begins once the kernels before it are done and its communicator is free."""
         message = self._record.messages[number]
-        begin = max(self._now, self._free[message.communicator])
+        ready = self._now if message.after is None else max(self._host, self._when(message.after))
+        ends = (self._ends.get(before, 0.0) for before in message.behind)
+        begin = max(ready, self._free[message.communicator], *ends, 0.0)
         seconds = message_seconds(message, self._machine)
         self._free[message.communicator] = self._ends[number] = begin + seconds
         label = f"{message.op} {message.purpose}".strip()
         self.timing.spans.append((message.communicator, label, begin, seconds))
+
+    def _when(self, event: int) -> float:
+        """When the kernels before an event were done."""
+        moments = self.timing.moments
+        place = bisect_left(moments, event, key=lambda moment: moment[0])
+        return moments[place - 1][1] if place else 0.0
 
     def wait(self, number: int) -> None:
         """Kernels stand still until a message is there."""

@@ -19,11 +19,12 @@ from lamina.models.huggingface.configs import config_from_huggingface
 from lamina.models.pipelining.schedule import SCHEDULES
 from lamina.models.plan.clock import memory_over_time, write_trace
 from lamina.models.plan.constants import GIB, GPUS, machine
+from lamina.models.plan.fsdp2 import fsdp2
 from lamina.models.plan.job import Job
 from lamina.models.plan.job_plan import Plan, plan
 from lamina.models.plan.measured import calibrated, on_device
 from lamina.models.plan.preflight import complaints
-from lamina.models.plan.recorder import CATEGORIES
+from lamina.models.plan.record.step_record import CATEGORIES
 from lamina.models.plan.search import search
 
 
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         job = job_of(words)
         if words.search:
+            if job.shard is not None:
+                parser.error("--search compares layouts of --engine lamina alone")
             print(search(job, at, count=10))
             return 0
         planned = replace(plan(job, at), gpu=words.gpu)
@@ -81,7 +84,8 @@ def _write(planned: Plan, words: argparse.Namespace, problems: list[str]) -> Non
 def job_of(words: argparse.Namespace) -> Job:
     """The job that the command's words describe."""
     settings = {name: getattr(words, name) for name in _JOB_WORDS}
-    return Job(config=config_of(words.model), layout=layout_of(words.mesh), **settings)
+    shard = None if words.engine == "lamina" else fsdp2
+    return Job(config=config_of(words.model), layout=layout_of(words.mesh), shard=shard, **settings)
 
 
 _JOB_WORDS = (
@@ -117,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--microbatches", type=int, default=1, help="passes in which a rank takes its batch")
     add("--mesh", default="dp_shard=-1", help="ranks per axis, such as tp=8,dp_shard=-1")
     add("--strategy", default=3, type=_strategy, help="of fully_shard: 0 to 3 or a name")
+    add("--engine", default="lamina", choices=("lamina", "fsdp2"), help="fsdp2 is torch's own")
     add("--schedule", default="1f1b", choices=SCHEDULES, help="of pipeline stages")
     add("--recompute", default="none", choices=get_args(Kind), help="of activations")
     add("--precision", default="bf16", choices=("bf16", "fp32", "fp8"), help="of products")

@@ -22,16 +22,19 @@ from lamina.mesh import ParallelLayout, ParallelMesh, init_distributed
 from lamina.models.activation_memory.recompute import Kind, RecomputePolicy, apply_recompute
 from lamina.models.base.computing_device import computes_on
 from lamina.models.base.config import TransformerConfig
+from lamina.models.compat import FakeTensorMode
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.layer_stack import ResidualBlock, TransformerBlock
 from lamina.models.pipelining.cuts import cut_layers
 from lamina.models.pipelining.pipeline import pipeline
 from lamina.models.pipelining.runner import PipelineRunner
 from lamina.models.pipelining.schedule import Schedule, number_of_stages, schedule_kind
-from lamina.models.plan.device_forms import device_forms
-from lamina.models.plan.recorder import StepRecord, StepRecorder
+from lamina.models.plan.record.device_forms import device_forms
+from lamina.models.plan.record.recorder import StepRecorder
+from lamina.models.plan.record.step_record import StepRecord
+from lamina.models.plan.record.torch_streams import Streams
 
-_BLOCKS = (TransformerBlock, ResidualBlock)
+BLOCKS = (TransformerBlock, ResidualBlock)
 RANKS_PER_HOST = 8
 
 
@@ -41,8 +44,7 @@ class _Accumulates(Protocol):
         """Inside, backwards are not the last of the step."""
 
 
-Engine = tuple[nn.Module, torch.optim.Optimizer]
-Shard = Callable[[nn.Module, "Job", ParallelMesh, torch.device], Engine]
+Shard = Callable[[nn.Module, "Job", ParallelMesh], nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,9 @@ class Job:
         compiled: whether blocks are compiled. That changes the predicted time alone.
         settings: further arguments of `fully_shard`.
         make: builds the model of a config on a mesh, if it is no `GPTModel`.
-        shard: makes it data-parallel, if `fully_shard` does not.
+        shard: makes a model on the meta device data-parallel in place of `fully_shard`, such as
+            `fsdp2`. Then it gets fake tensors (torch's `FakeTensorMode`) for its memory, which
+            engines of others take for real ones, and AdamW.
         inputs: the model's arguments from tokens and labels.
         stage: layers per pipeline stage, if they are not cut by cost.
 
@@ -180,9 +184,14 @@ def play(
         ValueError: a layout, model or schedule that cannot run, as in the run itself.
     """
     rounded = 512 if device_type == "cuda" else 1
-    with device_forms(device_type), program(job, rank, torch.device("meta"), backend) as playing:
+    place = "meta" if job.shard is None else "cpu"
+    with ExitStack() as stack:
+        stack.enter_context(device_forms(device_type))
+        streams = stack.enter_context(Streams().recorded())
+        tensors = None if job.shard is None else FakeTensorMode(allow_non_fake_inputs=True)
+        playing = stack.enter_context(program(job, rank, torch.device(place), backend, tensors))
         playing.step(None)  # makes the optimizer's state, and the order of gathers
-        with StepRecorder("meta", playing.states, rounded=rounded) as recorder:
+        with StepRecorder(place, playing.states, rounded=rounded, streams=streams) as recorder:
             playing.step(recorder.mark)
         return Played(recorder.record, playing.parameters)
 
@@ -205,11 +214,16 @@ class Program:
 
 @contextmanager
 def program(
-    job: Job, rank: int, device: torch.device, backend: str | None = "fake"
+    job: Job,
+    rank: int,
+    device: torch.device,
+    backend: str | None = "fake",
+    tensors: AbstractContextManager[object] | None = None,
 ) -> Iterator[Program]:
     """Inside, a step of the job can be run on a device as the first rank of a pipeline stage.
 
-    Without a backend the process group is there already.
+    Without a backend the process group is there already. `tensors` is a mode in which the memory
+    of another engine's model is made, and its steps run.
     """
     with ExitStack() as stack:
         if backend is not None:
@@ -220,7 +234,12 @@ def program(
         mesh = job.layout.build("cpu" if device.type == "meta" else device.type)
         # No name here keeps the whole model: a run has the layers of other stages on the meta
         # device, where they take nothing, and a plan would count them as its own.
-        module, optimizer = (job.shard or _shard)(_make(job, mesh), job, mesh, device)
+        if job.shard is None:
+            module, optimizer = _shard(_make(job, mesh), job, mesh, device)
+        else:
+            module = job.shard(_make(job, mesh), job, mesh)
+            stack.enter_context(tensors or nullcontext())
+            optimizer = adamw(module.to_empty(device=device))
         ids = torch.zeros(job.batch, job.sequence, dtype=torch.int64, device=device)
 
         def step(mark: Callable[[str], None] | None) -> None:
@@ -267,7 +286,7 @@ def _shard(
     """`fully_shard` of the model, or of each pipeline stage."""
 
     def settings(module: nn.Module) -> dict[str, Any]:
-        kinds = [kind for kind in _BLOCKS if any(isinstance(m, kind) for m in module.modules())]
+        kinds = [kind for kind in BLOCKS if any(isinstance(m, kind) for m in module.modules())]
         dtype = None if job.precision == "fp32" else torch.bfloat16
         return {
             "device_mesh": mesh,
@@ -294,7 +313,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups = [{"params": p, "weight_decay": d} for p, d in ((matrices, 0.1), (vectors, 0.0)) if p]
     # torch steps over lists of a GPU's tensors by default, which takes temporaries of their size.
-    lists = all(computes_on(parameter) == "cuda" for parameter in trained)
+    lists = all(computes_on(_local(parameter)) == "cuda" for parameter in trained)
     return torch.optim.AdamW(groups, lr=1e-4, foreach=lists or None)
 
 

@@ -29,7 +29,7 @@ from lamina.models.plan.clock import Timing, message_seconds, replay
 from lamina.models.plan.constants import GIB, Machine, machine, workspaces_of
 from lamina.models.plan.job import Job, Played, play
 from lamina.models.plan.pipeline_clock import pipeline_order, simulate
-from lamina.models.plan.recorder import CATEGORIES, Message, StepRecord
+from lamina.models.plan.record.step_record import CATEGORIES, Message, StepRecord
 
 Numbers = dict[str, float]
 _EXACT = 2e-3

@@ -22,7 +22,7 @@ from lamina.models.plan.clock import message_seconds, product_seconds
 from lamina.models.plan.constants import GIB, Machine, workspaces_of
 from lamina.models.plan.job import Job
 from lamina.models.plan.job_plan import Plan, passes_to_play, plan
-from lamina.models.plan.recorder import Message, Operation
+from lamina.models.plan.record.step_record import Message, Operation
 
 SECONDS_OF_A_PASS = 1.2
 """What playing a microbatch takes on a core of 2026, roughly."""

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lamina.models.attention import kernels
-from lamina.models.base.computing_device import planned_as
+from lamina.models.base.computing_device import has_values, planned_as
 from lamina.models.layers.norms import rms_norm_on_cpu
 
 
 @contextmanager
 def device_forms(device_type: str) -> Iterator[None]:
-    """Meta tensors are attended, normed and multiplied as on a device of type `cuda` or `cpu`.
+    """Tensors without values are attended, normed and multiplied as on `cuda` or `cpu`.
 
     Blocks choose their kernels by `computes_on`. torch's own functions, which choose by the tensor,
     are replaced where callers look them up: a mode of torch's would not reach what runs again in a
@@ -37,13 +37,13 @@ def device_forms(device_type: str) -> Iterator[None]:
     )
 
     def of_device(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        if not query.is_meta or args or not _has_kernel(device_type, options):
+        if has_values(query) or args or not _has_kernel(device_type, options):
             return attention(query, key, value, *args, **options)
         return _attended(device_type, query, key, value, **options)
 
     # Models call this one with a factor. A norm without one has the same form on all devices.
     def fused(x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
-        if not x.is_meta or weight is None:
+        if has_values(x) or weight is None:
             return rms_norm(x, shape, weight, eps)
         if device_type == "cpu":
             return rms_norm_on_cpu(x, weight, eps)

@@ -1,0 +1,1 @@
+"""A step as it is recorded: storages, operators, messages, on the forms that a device runs."""

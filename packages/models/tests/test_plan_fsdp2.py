@@ -1,0 +1,124 @@
+"""Plans of torch's FSDP2: its messages, their order, and what is refused.
+
+test_plan_truth.py has them beside steps on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lamina.mesh import ParallelLayout
+from lamina.models import GPTModel, TransformerConfig
+from lamina.models.plan import Job, fsdp2, plan
+from lamina.models.plan.command import main
+from lamina.models.plan.job import play
+from lamina.models.plan.record.torch_streams import Event, Stream, Streams
+
+CONFIG = TransformerConfig(
+    vocab_size=512, hidden_size=128, num_layers=3, num_heads=4, ffn_size=256, activation="swiglu"
+)
+JOB = Job(config=CONFIG, ranks=2, batch=2, sequence=128, precision="fp32", shard=fsdp2)
+RING_OF_TWO = 4  # bytes of an fp32 element that a rank of two sends in a gather
+
+
+def test_messages_of_a_step_are_those_of_its_units():
+    """Each unit is gathered in forward and, but for the last one, in backward, and reduced once."""
+    record = play(JOB).record
+    parameters = sum(p.numel() for p in _model().parameters())
+    last = _model().head.weight.numel() + _model().final_norm.weight.numel()
+    sent = {op: sum(m.nbytes for m in record.messages if m.op == op) for op in _ops(record)}
+    assert sent["all_gather_into"] == (2 * parameters - last) * RING_OF_TWO / 2
+    assert sent["reduce_scatter_native"] == parameters * RING_OF_TWO / 2
+    assert {message.axis for message in record.messages} == {"dp_shard"}
+
+
+def test_a_gather_begins_before_the_unit_before_it_has_computed():
+    """FSDP2 lets it wait for the copy of the gather before, and not for what was computed since."""
+    gathers = [m for m in play(JOB).record.messages if m.op == "all_gather_into"]
+    third = gathers[2]  # of the second block, while the first one computes
+    assert third.after < third.issued - 10
+    assert all(message.waited is not None for message in gathers)
+
+
+def _model():
+    with torch.device("meta"):
+        return GPTModel(JOB.config)
+
+
+def _ops(record):
+    return {message.op for message in record.messages}
+
+
+def test_deep_models_follow_from_shallow_ones():
+    deep = replace(JOB, config=replace(CONFIG, num_layers=8))
+    planned, whole = plan(deep), play(deep).record
+    assert planned.worst.extrapolated
+    tensors = planned.allocated - planned.worst.memory["workspaces"]
+    assert tensors == sum(whole.peak().values())
+    assert planned.worst.sent == whole.wire_bytes()
+
+
+def test_a_side_streams_message_waits_for_what_its_stream_comes_after():
+    streams, at = Streams(), [5]
+    streams.number_by(lambda: at[0])
+    with streams.recorded():
+        side = torch.cpu.Stream()
+        side.wait_stream(torch.cpu.current_stream())
+        at[0] = 9  # kernels go on
+        with torch.cpu.stream(side):
+            message = torch.cpu.current_stream().post("all_gather_into", 8, None)
+        ready = side.record_event()
+        assert (message.issued, message.after, message.waited) == (9, 5, None)
+        other = torch.cpu.Stream()
+        other.wait_event(ready)
+        follows = other.post("all_reduce_native", 8, None)
+        assert message in follows.behind
+        at[0] = 12
+        torch.cpu.current_stream().wait_event(ready)
+    assert message.waited == 12
+    assert follows.waited is None
+
+
+def test_a_message_on_the_stream_of_kernels_is_waited_for_at_once():
+    streams = Streams()
+    streams.number_by(lambda: 3)
+    message = streams.kernels.post("all_reduce_native", 8, None)
+    assert (message.after, message.waited) == (3, 3)
+
+
+def test_torchs_own_streams_are_back_afterwards():
+    names = ("Stream", "Event", "current_stream", "stream")
+    before = [getattr(torch.cpu, name) for name in names]
+    with Streams().recorded():
+        made = torch.cpu.Stream(), torch.cpu.Event()
+    assert isinstance(made[0], Stream)
+    assert isinstance(made[1], Event)
+    with pytest.raises(KeyError), Streams().recorded():
+        raise KeyError
+    assert before == [getattr(torch.cpu, name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"strategy": 1}, "strategy=1 of torch's FSDP2: it shards weights"),
+        ({"settings": {"slots": 2}}, "settings \\['slots'\\] are those of lamina.fsdp"),
+        ({"ranks": 4, "layout": ParallelLayout(tp=2)}, "'tp': 2.*planned over data-parallel"),
+        ({"ranks": 4, "layout": ParallelLayout(cp=2, dp_replicate=2)}, "cp with dp_replicate"),
+    ],
+)
+def test_what_fsdp2_cannot_do_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        play(replace(JOB, **changes))
+
+
+def test_the_command_plans_it_and_does_not_search_with_it(capsys, tmp_path):
+    words = "--engine fsdp2 --model llama3.2-1b --ranks 2 --sequence 512".split()
+    assert main(words) == 0
+    assert "gathered units" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*words, "--search"])
+    assert "--engine lamina alone" in capsys.readouterr().err

@@ -7,7 +7,12 @@ benchmarks/ at b5bcd76, NeMo Automodel docs/performance-summary, Llama 3 (Meta, 
 Lamina on one H200 (docs/records/hardware.md).
 
     python benchmarks/published_rows.py --half fit
+    python benchmarks/published_rows.py --engine fsdp2
     .nox/virtual-gpu/bin/python benchmarks/published_rows.py --same-program
+
+`--engine fsdp2` plans torch's FSDP2 in torchtitan's recipe (a Llama in plain torch, recomputation
+that is selective by operator), so that the error is that of the plan. All layers are played, for
+what the allocator reserves. What compilation changes in memory, and FP8, is not planned.
 
 `--same-program` runs torch's FSDP2 in torchtitan's recipe on the virtual GPU (torchao has to be
 there for FP8), so that the error is that of the device alone. Two shares of the data sheet's rates
@@ -27,8 +32,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lamina.mesh import ParallelLayout
-from lamina.models import preset
+import torch
+import virtual_gpu_step
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lamina.mesh import ParallelLayout, ParallelMesh
+from lamina.models import TransformerConfig, preset
 from lamina.models.plan import Job, plan
 
 
@@ -131,6 +141,47 @@ def others() -> Iterator[Row]:
     yield Row("Lamina 8B, H200", "judge", "h200", llama("8b", 8), 8192 / 0.7492, gib=73.062)
 
 
+class WithLoss(nn.Module):
+    """The model under its engine, and the loss beside it, as training programs have it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss."""
+        return virtual_gpu_step.cross_entropy(self.model(tokens), labels.flatten())
+
+
+def by_fsdp2(job: Job) -> Job | None:
+    """The job by torchtitan's recipe; None if that is another program's row, or has a pipeline."""
+    size = {32: "8b", 80: "70b"}.get(job.config.num_layers)
+    if job.layout.pp > 1 or job.layout.cp > 1 or size is None or job.config.moe is not None:
+        return None
+
+    def make(config: TransformerConfig, mesh: ParallelMesh) -> nn.Module:
+        group = mesh.group("tp") if job.layout.tp > 1 else None
+        cut = virtual_gpu_step.Cut(job.layout.tp, group, tokens=job.layout.tp > 1)
+        blocks = replace(virtual_gpu_step.SIZES[size], blocks=config.num_layers)
+        model = virtual_gpu_step.Llama(blocks, cut)
+        if job.recompute != "none":
+            virtual_gpu_step.recompute(model, str(job.recompute))
+        return model
+
+    def shard(model: nn.Module, job: Job, mesh: ParallelMesh) -> nn.Module:
+        # As `virtual_gpu_step.fsdp2`, which makes its own mesh and memory.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        how: Any = {"mesh": mesh["dp_shard"], "mp_policy": policy}
+        fully_shard(model.embedding, **how)
+        for block in model.blocks:
+            fully_shard(block, **how)
+        fully_shard([model.norm, model.head], **how, reshard_after_forward=False)
+        fully_shard(model, **how)
+        return WithLoss(model)
+
+    return replace(job, recompute="none", make=make, shard=shard)
+
+
 RATES = {
     "h100-96gb": {"VGPU_GPU": "h100", "VGPU_MEMORY_GIB": "95.04", "VGPU_MEMORY_GBS": "2088"},
     "h200": {"VGPU_GPU": "h200"},
@@ -167,6 +218,7 @@ def main() -> None:
     """Plan the rows and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--same-program", action="store_true", help="FSDP2 on the virtual GPU")
+    parser.add_argument("--engine", choices=("lamina", "fsdp2"), default="lamina")
     parser.add_argument("--half", choices=("fit", "judge"))
     parser.add_argument("--only", default="", help="rows whose names hold this")
     words = parser.parse_args()
@@ -183,8 +235,14 @@ def main() -> None:
                 print(f"| {row.name} | {row.half} | {gib} | {made[1]:,.0f}, {row.tokens:,.0f}, "
                       f"{made[1] / row.tokens - 1:+.1%} |", flush=True)  # fmt: skip
             continue
+        published_program = row.name in {each.name for each in torchtitan()}
+        if words.engine == "fsdp2" and not published_program:
+            continue
+        job = row.job if words.engine == "lamina" else by_fsdp2(row.job)
+        if job is None:
+            continue
         begun = time.monotonic()
-        planned = plan(row.job, row.gpu)
+        planned = plan(job, row.gpu, whole=words.engine == "fsdp2")
         reserved = planned.reserved / (1 << 30)
         memory = f"{reserved:.1f}, not told, -"
         if row.gib:

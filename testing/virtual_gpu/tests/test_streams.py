@@ -21,6 +21,17 @@ def test_work_is_not_done_when_it_is_launched():
     assert done.query()
 
 
+def test_work_that_was_waited_for_is_done_however_sums_of_times_are_rounded():
+    """The host's time is a sum of waits. torch asks once before it takes an elapsed time."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for number in range(40):
+        begin.record()
+        torch.cuda._sleep(int(100 * 2.55**number) + 6)
+        end.record()
+        torch.cuda.current_stream().synchronize()
+        assert begin.elapsed_time(end) > 0
+
+
 def test_a_stream_that_waits_ends_after_what_it_waits_for():
     x, y = (torch.empty(LONG, device="cuda") for _ in range(2))
     torch.cuda.synchronize()

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <new>
 #include <set>
 
@@ -127,9 +128,15 @@ double host_now() { return host_times().own(); }
 void host_spends(double seconds) { added = added + everywhere(seconds); }
 
 void host_waits_until(const Times &time) {
-  const Times now = host_times();
+  const Times before = added, now = host_times();
   record().seconds_waited += std::max(0.0, time.own() - now.own());
-  under_each([&](size_t set) { added.under[set] += std::max(0.0, time.under[set] - now.under[set]); });
+  under_each([&](size_t set) {
+    double &sum = added.under[set];
+    const double late = time.under[set] - now.under[set];
+    if (late <= 0) return;
+    // The sum may be rounded to just before the time, and work that was waited for would still run.
+    for (sum += late; sum + (now.under[set] - before.under[set]) < time.under[set];) sum = std::nextafter(sum, INFINITY);
+  });
 }
 
 // ---- the record

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parser.error("--search compares layouts of --engine lamina alone")
             print(search(job, at, count=10))
             return 0
-        planned = replace(plan(job, at), gpu=words.gpu)
+        planned = replace(plan(job, at, whole=words.whole), gpu=words.gpu)
     except (ValueError, LayoutError, FileNotFoundError) as error:
         print(f"this cannot run: {error}", file=sys.stderr)
         return 1 if words.check else 2
@@ -126,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--recompute", default="none", choices=get_args(Kind), help="of activations")
     add("--precision", default="bf16", choices=("bf16", "fp32", "fp8"), help="of products")
     add("--compiled", action="store_true", help="blocks are compiled: for the time alone")
+    add("--whole", action="store_true", help="play all layers, for what the allocator reserves")
     add("--search", action="store_true", help="the ten best layouts, and why others lose")
     add("--check", action="store_true", help="exit with status 1 if something would go wrong")
     add("--device", action="store_true", help="run the step on a virtual GPU, too")

@@ -87,19 +87,18 @@ class Costs:
         latency: seconds of a message inside a host, and between hosts, for each step of a ring.
         latency_between: see `latency`.
         context: bytes that CUDA, cuBLAS and NCCL take outside PyTorch's allocator.
-        reserved: what the allocator reserves for each byte that is allocated at the peak, as
-            blocks of several streams do not share memory (on the virtual GPU, Llama 3 8B on 8
-            ranks, batch 2, selective recomputation: 65.2 of 61.2 GiB).
+        reserved: what the allocator reserves for each byte that is allocated at the peak, in closed
+            forms alone. Where a step is played, its allocations are.
     """
 
     product: float = 0.6524
-    fp8_product: float = 0.3465
+    fp8_product: float = 0.3856
     half_rows: float = 96.0
     half_inner: float = 96.0
     attention: float = 0.624
     attention_backward: float = 0.421
     memory: float = 0.874
-    fused: float = 0.1406
+    fused: float = 0.3375
     launch: float = 7.5e-6
     link: float = 0.82
     network: float = 0.9
@@ -115,8 +114,8 @@ class Costs:
 OWN_COSTS: Mapping[str, Costs] = MappingProxyType(
     {
         "h100-96gb": Costs(
-            product=0.4199,
-            fp8_product=0.2955,
+            product=0.4735,
+            fp8_product=0.3351,
             attention=0.34,
             attention_backward=0.29,
             memory=0.85,

@@ -165,6 +165,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = category or _maker()
         life = Life(self._now, made, category is None and not _in_backward(), [])
         life.sizes.append((self._now, self._size(storage)))
+        life.stream = self._streams.current.number
 
         def ended(_: object, key: int = key, life: Life = life) -> None:
             # An operator has its inputs until it has made its results, so what goes after it is

@@ -20,7 +20,8 @@ class Life:
     """A storage: its bytes from the event `born` until the event before `died`.
 
     `sizes` are all its sizes: pairs of an event and of the bytes from then on. `crosses` says
-    whether a forward made it and a backward let it go, which is what an activation is.
+    whether a forward made it and a backward let it go, which is what an activation is. `stream` is
+    the number of the stream that it was made on, 0 that of kernels.
     """
 
     born: int
@@ -28,6 +29,7 @@ class Life:
     crosses: bool
     sizes: list[tuple[int, int]]
     died: int | None = None
+    stream: int = 0
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ class Event:
 class Stream:
     """A stream of a device, with the methods that `torch.cpu.Stream` has."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, number: int) -> None:
+        self.number = number
         self._streams = streams
         self._after = 0
         self._messages: set[Posted] = set()
@@ -132,7 +133,8 @@ class Streams:
 
     def __init__(self) -> None:
         self._now: Callable[[], int] = lambda: 0
-        self.kernels = self.current = Stream(self)
+        self._streams = 0
+        self.kernels = self.current = self._new()
 
     def now(self) -> int:
         """The number of the event that comes next; 0 outside a record."""
@@ -146,7 +148,7 @@ class Streams:
     def recorded(self) -> Iterator[Streams]:
         """Inside, streams and events of `torch.cpu` are these."""
         replaced: dict[str, Any] = {
-            "Stream": lambda *_, **__: Stream(self),
+            "Stream": lambda *_, **__: self._new(),
             "Event": lambda *_, **__: Event(self),
             "current_stream": lambda *_: self.current,
             "stream": self._made_current,
@@ -159,6 +161,10 @@ class Streams:
         finally:
             for name, function in before.items():
                 setattr(torch.cpu, name, function)
+
+    def _new(self) -> Stream:
+        self._streams += 1
+        return Stream(self, self._streams - 1)
 
     @contextmanager
     def _made_current(self, stream: Stream) -> Iterator[None]:

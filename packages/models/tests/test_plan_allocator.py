@@ -5,10 +5,13 @@ tests/virtual_gpu/test_allocator.py has random requests beside the allocator its
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lamina.models import TransformerConfig
 from lamina.models.plan import Job, plan
+from lamina.models.plan.preflight import complaints
 from lamina.models.plan.record.allocator import CachingAllocator, reserved_for
 from lamina.models.plan.record.step_record import Life, StepRecord
 
@@ -93,3 +96,22 @@ def test_a_plan_reserves_what_it_allocates_and_fragments():
     assert whole.reserved == reserved_for(whole.played[0].record, whole.worst.memory["workspaces"])
     assert whole.reserved == whole.allocated + whole.worst.fragments
     assert whole.margin == whole.machine.gpu.memory - whole.machine.costs.context - whole.reserved
+
+
+def test_what_fits_but_for_its_fragments_is_said_so():
+    config = TransformerConfig(
+        vocab_size=256, hidden_size=64, num_layers=1, num_heads=4, ffn_size=128
+    )
+    planned = plan(Job(config=config, ranks=2, batch=2, sequence=64))
+    for spare, words in ((0, "fits, with"), (-1, "but for the allocator's fragments")):
+        gpu = replace(planned.machine.gpu, memory=planned.reserved + spare)
+        costs = replace(planned.machine.costs, context=0)
+        small = replace(planned, machine=replace(planned.machine, gpu=gpu, costs=costs))
+        assert small.fits == (spare == 0)
+        assert small.fits_unfragmented
+        assert words in str(small)
+        assert any("expandable_segments" in text for text in complaints(small)) == (spare < 0)
+    gpu = replace(gpu, memory=planned.allocated - 1)
+    none = replace(small, machine=replace(small.machine, gpu=gpu))
+    assert not none.fits_unfragmented
+    assert "fragments" not in str(none)

@@ -114,6 +114,15 @@ class Plan:
         return self.margin >= 0
 
     @property
+    def fits_unfragmented(self) -> bool:
+        """Whether it would fit if the allocator reserved what the tensors take and no more.
+
+        PyTorch's `expandable_segments:True` comes near that, and is not planned. Without it the
+        allocator gives cached memory back when there is no more, and the GPU waits for it.
+        """
+        return self.margin + self.reserved >= self.allocated
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens of one GPU in a second."""
         return self.job.tokens / self.job.ranks / self.step_seconds
@@ -180,6 +189,8 @@ class Plan:
         lines = [*table("memory at the peak", rows)]
         limit = (self.machine.gpu.memory - self.machine.costs.context) / GIB
         verdict = "fits" if self.fits else "DOES NOT FIT"
+        if not self.fits and self.fits_unfragmented:
+            verdict += ", but for the allocator's fragments (see expandable_segments:True)"
         lines += [
             f"reserved {self.reserved / GIB:.2f} of {limit:.2f} GiB of {self.gpu}: {verdict}, with "
             f"{self.margin / GIB:+.2f} GiB",

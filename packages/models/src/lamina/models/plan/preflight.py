@@ -25,10 +25,16 @@ def complaints(planned: Plan) -> list[str]:
     """All that is wrong with a plan: memory, settings without effect, types, ranks that wait."""
     problems = []
     if not planned.fits:
+        remedy = ""
+        if planned.fits_unfragmented:
+            remedy = (
+                f". Its tensors take {planned.allocated / GIB:.2f} GiB: with PyTorch's "
+                "expandable_segments:True, whose fragments are not planned, it may fit"
+            )
         problems.append(
             f"{planned.gpu} has {-planned.margin / GIB:.2f} GiB too little: "
             f"{planned.reserved / GIB:.2f} GiB are reserved, most of it "
-            f"{planned.binds.partition(';')[0].removeprefix('memory: ')}"
+            f"{planned.binds.partition(';')[0].removeprefix('memory: ')}{remedy}"
         )
     job = planned.job
     return problems + switched_off(job) + wrong_types(job) + waits_of(job)

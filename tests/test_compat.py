@@ -20,6 +20,7 @@ from source_trees import LAYERS, dotted, names_of, public_face, source_of
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lamina.buffers import ShardedTensor
 from lamina.buffers import compat as of_buffers
@@ -266,6 +267,19 @@ def collectives_tell_their_group():
             assert of_models.group_of_argument(argument).size() == 2
 
 
+def dtensors_forget_what_they_know_of_meshes():
+    def added() -> DTensor:
+        mesh = init_device_mesh("cpu", (2,))
+        return distribute_tensor(torch.ones(4), mesh, [Shard(0)]) + 1.0
+
+    for _ in range(2):
+        with init_distributed("fake", rank=0, world_size=2):
+            of_models.forget_specs()
+            result = added()
+            assert result.device_mesh.get_group().size() == 2
+            assert result.full_tensor().shape == (4,)
+
+
 def threads_carry_objects():
     of_collectives.set_in_thread("lamina.tests", ("x",))
     assert of_collectives.is_in_thread("lamina.tests")
@@ -442,6 +456,7 @@ CHECKS = {
     several_tensors_are_copied_at_once: "foreach_copy",
     fake_tensors_are_a_class: "FakeTensor FakeTensorMode active_fake_mode",
     collectives_tell_their_group: "group_of_argument",
+    dtensors_forget_what_they_know_of_meshes: "forget_specs",
     threads_carry_objects: "set_in_thread is_in_thread get_in_thread remove_from_thread",
     a_block_of_memory_can_be_shared: "shared_block",
     a_group_is_found_by_its_name: "group_named",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lamina.mesh import ParallelLayout
-from lamina.models import GPTModel, TransformerConfig
+from lamina.models import GPTModel, MoEConfig, TransformerConfig
 from lamina.models.plan import Job, fsdp2, plan
 from lamina.models.plan.command import main
 from lamina.models.plan.job import play
@@ -50,6 +50,36 @@ def _model():
 
 def _ops(record):
     return {message.op for message in record.messages}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"layout": ParallelLayout(cp=2)}, id="cp"),
+        pytest.param({"layout": ParallelLayout(dp_replicate=2)}, id="replicas"),
+        pytest.param({"microbatches": 2}, id="microbatches"),
+        pytest.param({"recompute": "offload"}, id="offload"),
+        pytest.param({"config": replace(CONFIG, tie_embeddings=True)}, id="tied"),
+        pytest.param(
+            {"config": replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2))}, id="experts"
+        ),
+    ],
+)
+def test_one_process_plans_one_job_after_another(changes):
+    """DTensor takes meshes of as many ranks for the same, whatever their groups are."""
+    four = replace(JOB, ranks=4, layout=ParallelLayout())
+    for job in (four, replace(four, **changes)):
+        record = play(job).record
+        assert sum(record.wire_bytes().values()) > 0
+        assert record.peak()["gathered units"] > 0
+
+
+def test_offloaded_activations_are_not_on_the_device():
+    kept, offloaded = (
+        play(replace(JOB, sequence=1024, recompute=kind)).record.peak()
+        for kind in ("none", "offload")
+    )
+    assert sum(offloaded.values()) < 0.8 * sum(kept.values())
 
 
 def test_deep_models_follow_from_shallow_ones():

@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo as one_graph_break
 from torch._guards import active_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,6 +28,7 @@ __all__ = [
     "flash_attention_backward",
     "flash_attention_backward_for_cpu",
     "flash_attention_for_cpu",
+    "forget_specs",
     "graph_is_kept",
     "group_of_argument",
     "one_graph_break",
@@ -63,3 +65,8 @@ def group_of_argument(argument: str | ScriptObject) -> ProcessGroup:
     if isinstance(argument, str):
         return _resolve_process_group(argument)  # type: ignore[arg-type, unused-ignore]
     return ProcessGroup.unbox(argument)
+
+
+def forget_specs() -> None:
+    """Have DTensor forget what operators give on which mesh."""
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call, unused-ignore]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lamina.models.base.computing_device import computes_on
+from lamina.models.base.computing_device import computes_on, has_values
 
 
 class Offloader:
@@ -156,7 +156,7 @@ class OnHost:
         self._copied: Any = None  # events of the two copies, on a GPU
         self._arrived: Any = None
         self._computing: Any = None  # the stream that the copy on the device was allocated on
-        if tensor.is_meta:  # a plan counts the memory of the device alone
+        if not has_values(tensor):  # a plan counts the memory of the device alone
             self._host = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
             return
         if streams is None:

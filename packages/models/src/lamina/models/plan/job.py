@@ -22,7 +22,7 @@ from lamina.mesh import ParallelLayout, ParallelMesh, init_distributed
 from lamina.models.activation_memory.recompute import Kind, RecomputePolicy, apply_recompute
 from lamina.models.base.computing_device import computes_on
 from lamina.models.base.config import TransformerConfig
-from lamina.models.compat import FakeTensorMode
+from lamina.models.compat import FakeTensorMode, forget_specs
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.layer_stack import ResidualBlock, TransformerBlock
 from lamina.models.pipelining.cuts import cut_layers
@@ -237,6 +237,9 @@ def program(
         if job.shard is None:
             module, optimizer = _shard(_make(job, mesh), job, mesh, device)
         else:
+            # DTensor keeps results by mesh, and takes the mesh of an earlier plan for this one if
+            # it has as many ranks. The groups of that one are gone.
+            forget_specs()
             module = job.shard(_make(job, mesh), job, mesh)
             stack.enter_context(tensors or nullcontext())
             optimizer = adamw(module.to_empty(device=device))

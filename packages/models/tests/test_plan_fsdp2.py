@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from lamina.mesh import ParallelLayout
 from lamina.models import GPTModel, MoEConfig, TransformerConfig
@@ -72,6 +73,15 @@ def test_one_process_plans_one_job_after_another(changes):
         record = play(job).record
         assert sum(record.wire_bytes().values()) > 0
         assert record.peak()["gathered units"] > 0
+
+
+def test_fake_tensors_of_a_compiler_are_not_counted():
+    """Dynamo leaves some behind, whose sizes may be symbols."""
+    before = play(JOB).record.peak()
+    with FakeTensorMode():
+        left = torch.empty(1 << 30)
+    assert play(JOB).record.peak() == before
+    del left
 
 
 def test_offloaded_activations_are_not_on_the_device():

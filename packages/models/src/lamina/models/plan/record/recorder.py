@@ -19,15 +19,18 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import lamina.collectives
 from lamina.collectives import Ledger
 from lamina.models.compat import (
     FakeTensor,
+    FakeTensorMode,
     TorchDispatchMode,
     active_fake_mode,
     current_graph_task_id,
@@ -54,6 +57,7 @@ _MAKERS: dict[str, str | None] = {
 }
 """Where in the sources (`file:function`) a storage is made, and what it is; None is no answer, and
 the caller is asked. The first that fits counts."""
+_COLLECTIVES = f"{Path(lamina.collectives.__file__).parent}/".replace("\\", "/")
 _DEPTH = 30  # frames that are looked at
 
 
@@ -91,12 +95,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._event_times: list[float] = []
         self._streams = Streams() if streams is None else streams
         self._posted: list[Posted] = []
-        self._counts_fake = False
+        self._fake: FakeTensorMode | None = None  # whose tensors are counted
 
     # -- the step's phases --------------------------------------------------------------------
 
     def __enter__(self) -> StepRecorder:
-        self._counts_fake = active_fake_mode() is not None
+        self._fake = active_fake_mode()
         self._streams.number_by(lambda: self._now)
         gc.collect()
         for each in gc.get_objects():
@@ -147,8 +151,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return -(-storage.nbytes() // self._rounded) * self._rounded
 
     def _is_counted(self, tensor: Tensor) -> bool:
-        if self._counts_fake:
-            return isinstance(tensor, FakeTensor)
+        if self._fake is not None:  # compilers leave fake tensors of their own
+            return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake
         return tensor.device.type == self._device
 
     def _know(self, tensor: Tensor | None, category: str | None = None) -> None:
@@ -195,7 +199,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # the subclass goes first; its operators come back here
         kwargs = kwargs or {}
         fake = any(issubclass(kind, FakeTensor) for kind in types)
-        if (fake and not self._counts_fake) or func._schema.name in _QUESTIONS:
+        if (fake and self._fake is None) or func._schema.name in _QUESTIONS:
             return func(*args, **kwargs)
         self._event_times.append(time.perf_counter())
         result = func(*args, **kwargs)
@@ -223,7 +227,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_collective(self, name: str, schema: Any, args: tuple[Any, ...], result: Any) -> None:
         """A collective of torch's; those that Lamina makes of it come from the ledger."""
-        if any("lamina/collectives/" in path for path in _callers()):
+        if any(map(_is_in_collectives, _callers())):
             return
         if (sent := sent_by(name, schema, args)) is not None and sent[2].size() > 1:
             self._posted.append(self._streams.current.post(*sent))
@@ -295,6 +299,11 @@ def _callers() -> Iterator[str]:
 @cache
 def _site(code: CodeType) -> str:
     return f"{code.co_filename}:{code.co_name}".replace("\\", "/")
+
+
+@cache
+def _is_in_collectives(site: str) -> bool:
+    return site.startswith(_COLLECTIVES)
 
 
 def _maker() -> str:

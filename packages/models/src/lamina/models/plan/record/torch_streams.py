@@ -133,7 +133,7 @@ class Streams:
 
     def __init__(self) -> None:
         self._now: Callable[[], int] = lambda: 0
-        self._streams = 0
+        self._made = 0
         self.kernels = self.current = self._new()
 
     def now(self) -> int:
@@ -163,8 +163,8 @@ class Streams:
                 setattr(torch.cpu, name, function)
 
     def _new(self) -> Stream:
-        self._streams += 1
-        return Stream(self, self._streams - 1)
+        self._made += 1
+        return Stream(self, self._made - 1)
 
     @contextmanager
     def _made_current(self, stream: Stream) -> Iterator[None]:

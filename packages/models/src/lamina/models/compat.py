@@ -11,7 +11,6 @@ from torch._compile import _disable_dynamo as one_graph_break
 from torch._guards import active_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -69,4 +68,7 @@ def group_of_argument(argument: str | ScriptObject) -> ProcessGroup:
 
 def forget_specs() -> None:
     """Have DTensor forget what operators give on which mesh."""
+    # Not above: DTensor takes a second to import.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call, unused-ignore]

@@ -44,7 +44,10 @@ def fsdp2(model: nn.Module, job: Job, mesh: ParallelMesh) -> nn.Module:
             "gathered from the first forward of a step on (2)"
         )
     if job.settings:
-        raise ValueError(f"settings {sorted(job.settings)} are those of lamina.fsdp.fully_shard")
+        raise ValueError(
+            f"settings {sorted(job.settings)} are those of lamina.fsdp.fully_shard, and FSDP2 has "
+            "none of them: leave them out"
+        )
     dtype = None if job.precision == "fp32" else torch.bfloat16
     how: dict[str, Any] = {
         "mesh": _data_mesh(mesh),

@@ -11,8 +11,8 @@ Lamina on one H200 (docs/records/hardware.md).
     .nox/virtual-gpu/bin/python benchmarks/published_rows.py --same-program
 
 `--engine fsdp2` plans torch's FSDP2 in torchtitan's recipe (a Llama in plain torch, recomputation
-that is selective by operator), so that the error is that of the plan. All layers are played, for
-what the allocator reserves. What compilation changes in memory, and FP8, is not planned.
+that is selective by operator, blocks compiled), so that the error is that of the plan. All layers
+are played, for what the allocator reserves. FP8 is planned as bf16, with the rate of FP8.
 
 `--same-program` runs torch's FSDP2 in torchtitan's recipe on the virtual GPU (torchao has to be
 there for FP8), so that the error is that of the device alone. Two shares of the data sheet's rates
@@ -27,7 +27,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lamina.mesh import ParallelLayout, ParallelMesh
 from lamina.models import TransformerConfig, preset
-from lamina.models.plan import Job, plan
+from lamina.models.plan import Job, compiled, plan
 
 
 @dataclass(frozen=True)
@@ -144,17 +144,20 @@ def others() -> Iterator[Row]:
 class WithLoss(nn.Module):
     """The model under its engine, and the loss beside it, as training programs have it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.loss = model, loss
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss."""
-        return virtual_gpu_step.cross_entropy(self.model(tokens), labels.flatten())
+        return self.loss(self.model(tokens), labels.flatten())
 
 
-def by_fsdp2(job: Job) -> Job | None:
-    """The job by torchtitan's recipe; None if that is another program's row, or has a pipeline."""
+def by_fsdp2(row: Row) -> Job | None:
+    """A row by torchtitan's recipe; None if that is another program's, or has a pipeline."""
+    job, loss = row.job, virtual_gpu_step.cross_entropy
+    if row.compiled_loss:
+        loss = compiled(loss)
     size = {32: "8b", 80: "70b"}.get(job.config.num_layers)
     if job.layout.pp > 1 or job.layout.cp > 1 or size is None or job.config.moe is not None:
         return None
@@ -166,6 +169,8 @@ def by_fsdp2(job: Job) -> Job | None:
         model = virtual_gpu_step.Llama(blocks, cut)
         if job.recompute != "none":
             virtual_gpu_step.recompute(model, str(job.recompute))
+        if job.compiled:
+            model.blocks = nn.ModuleList(map(compiled, model.blocks))
         return model
 
     def shard(model: nn.Module, job: Job, mesh: ParallelMesh) -> nn.Module:
@@ -177,7 +182,7 @@ def by_fsdp2(job: Job) -> Job | None:
             fully_shard(block, **how)
         fully_shard([model.norm, model.head], **how, reshard_after_forward=False)
         fully_shard(model, **how)
-        return WithLoss(model)
+        return WithLoss(model, loss)
 
     return replace(job, recompute="none", make=make, shard=shard)
 
@@ -238,7 +243,7 @@ def main() -> None:
         published_program = row.name in {each.name for each in torchtitan()}
         if words.engine == "fsdp2" and not published_program:
             continue
-        job = row.job if words.engine == "lamina" else by_fsdp2(row.job)
+        job = row.job if words.engine == "lamina" else by_fsdp2(row)
         if job is None:
             continue
         begun = time.monotonic()

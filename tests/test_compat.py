@@ -261,6 +261,51 @@ def fake_tensors_are_a_class():
     assert not isinstance(torch.ones(2), of_models.FakeTensor)
 
 
+def modes_are_listed():
+    assert not of_models.modes_now()
+    with of_models.FakeTensorMode() as mode:
+        assert of_models.modes_now() == [mode]
+
+
+def a_compiler_hands_its_graphs_over():
+    seen = []
+
+    def make(graph):
+        seen.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+
+        def run(arguments):
+            return graph(*arguments)
+
+        run._boxed_call = True
+        return run
+
+    def function(x, weight):
+        return ((x @ weight).exp() * 2).sum()
+
+    x, weight = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
+    torch.compile(function, backend=of_models.graphs_of(make))(x, weight).backward()
+    torch.compiler.reset()
+    forward, backward = seen
+    product, exponential = torch.ops.aten.mm.default, torch.ops.aten.exp.default
+    assert product in forward
+    assert exponential in forward
+    assert exponential in backward  # the partition computes it again
+    assert backward.count(product) == 2
+    torch.testing.assert_close(x.grad, torch.full((2, 2), 4 * math.exp(2.0)))
+
+
+def operators_made_of_others_have_parts():
+    doubled = torch.library.custom_op("lamina_test::doubled", mutates_args=())(_doubled)
+    operator = torch.ops.lamina_test.doubled.default
+    assert of_models.parts_of(operator)(torch.ones(2)).tolist() == [2.0, 2.0]
+    doubled.register_kernel("cuda")(_doubled)
+    assert of_models.parts_of(operator) is None
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
 def collectives_tell_their_group():
     with init_distributed("fake", rank=0, world_size=2):
         group = torch.distributed.group.WORLD
@@ -456,6 +501,9 @@ CHECKS = {
     norms_of_several_tensors_come_at_once: "foreach_norm",
     several_tensors_are_copied_at_once: "foreach_copy",
     fake_tensors_are_a_class: "FakeTensor FakeTensorMode active_fake_mode",
+    modes_are_listed: "modes_now",
+    a_compiler_hands_its_graphs_over: "graphs_of",
+    operators_made_of_others_have_parts: "parts_of",
     collectives_tell_their_group: "group_of_argument",
     dtensors_forget_what_they_know_of_meshes: "forget_specs",
     threads_carry_objects: "set_in_thread is_in_thread get_in_thread remove_from_thread",

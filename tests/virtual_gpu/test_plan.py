@@ -58,6 +58,22 @@ def test_a_plan_counts_each_tensor_of_the_device(
     assert abs(off) < 0.02, (off, planned)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_plan_of_compiled_blocks_counts_each_tensor_of_the_device(recompute, tmp_path):
+    """Inductor compiles them there."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 8}))
+    words = ["--sequence", "4096", "--recompute", recompute, "--batch", "2", "--compiled"]
+    command = [sys.executable, "-m", "lamina.models.plan", *words, "--model", str(tmp_path)]
+    answer = subprocess.run(
+        [*command, "--whole", "--device", "--json"], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    planned = json.loads(answer.stdout)
+    for what, near in (("allocated", 0.02), ("reserved", 0.06)):
+        off = planned[f"{what}_bytes"] / planned["device"][what] - 1
+        assert abs(off) < near, (what, off, planned)
+
+
 def test_constants_are_measured_once_and_read_after(tmp_path):
     """The first run measures. The second one reads what is in the file."""
     for _ in range(2):
@@ -81,6 +97,8 @@ def test_constants_are_measured_once_and_read_after(tmp_path):
         ("--recompute", "full"),
         ("--recompute", "selective", "--strategy", "2"),
         ("--recompute", "full", "--mesh", "dp_replicate=2,dp_shard=-1"),
+        ("--recompute", "none", "--compiled"),
+        ("--recompute", "selective", "--compiled"),
     ],
     ids=" ".join,
 )

@@ -14,6 +14,7 @@ from lamina.mesh import ParallelLayout
 from lamina.models import (
     GPTModel,
     LatentAttention,
+    MoEConfig,
     Precision,
     TransformerBlock,
     TransformerConfig,
@@ -133,6 +134,25 @@ def test_ranks_communicate_in_one_order_whatever_the_compiler_exchanges(mode):
     theirs = [None] * dist.get_world_size()
     dist.all_gather_object(theirs, mine)
     assert all(each == mine for each in theirs)
+
+
+@pytest.mark.ranks(2, reuse=False)  # the group of the tokens is not made before
+def test_a_compiled_block_may_be_the_first_to_need_a_group(ranks):
+    """Experts exchange tokens over a group of their own, which their first forward makes."""
+    mesh = ParallelLayout(ep=2).build("cpu")
+    experts = MoEConfig(num_experts=4, top_k=2, capacity_factor=1.0, pad_to_capacity=True)
+    config = replace(LLAMA, moe=experts, num_layers=2)
+    model, plain = (GPTModel(config, mesh, seed=0) for _ in range(2))
+    for block in model.blocks:
+        block.compile(backend=aot_eager)
+    ids = torch.arange(32).view(1, 32) % 61
+    losses = []
+    for each in (model, plain):
+        losses.append(each(ids, labels=ids))
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    for own, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, wanted.grad)
 
 
 @pytest.mark.ranks(2)

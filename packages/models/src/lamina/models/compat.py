@@ -3,16 +3,21 @@
 No other module of this layer uses one (tests/test_compat.py), so what a new torch breaks is here.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch._C import ScriptObject
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._compile import _disable_dynamo as one_graph_break
 from torch._guards import active_fake_mode
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes_now
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
@@ -29,8 +34,11 @@ __all__ = [
     "flash_attention_for_cpu",
     "forget_specs",
     "graph_is_kept",
+    "graphs_of",
     "group_of_argument",
+    "modes_now",
     "one_graph_break",
+    "parts_of",
     "scaled_mm",
     "scaled_mm_v2",
     "tree_leaves",
@@ -64,6 +72,31 @@ def group_of_argument(argument: str | ScriptObject) -> ProcessGroup:
     if isinstance(argument, str):
         return _resolve_process_group(argument)  # type: ignore[arg-type, unused-ignore]
     return ProcessGroup.unbox(argument)
+
+
+def graphs_of(make: Callable[[torch.fx.GraphModule], Callable[[list[Any]], Any]]) -> Any:
+    """A backend of `torch.compile`: `make` gets the graphs of forward and backward, as Inductor
+    has them, and returns what runs one.
+    """
+    # Not above: they import the compiler.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_autograd(
+        fw_compiler=lambda graph, _: make(graph),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table,
+    )
+
+
+def parts_of(operator: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """What an operator of `torch.library.custom_op` runs on tensors with values of any device.
+
+    None where a device has a kernel of its own, so that the operator is not made of others.
+    """
+    made = OPDEFS[operator._schema.name]
+    return made._init_fn if set(made._backend_fns) == {None} else None
 
 
 def forget_specs() -> None:

@@ -425,7 +425,6 @@ class GradientReducer:
                 yield
         finally:
             self.phase = ReducerPhase.IDLE
-        """What it is doing. In `BACKWARD` one runs, or has raised and nobody has noticed yet."""
         self._is_waiting = True
         self._show(final=False)
 

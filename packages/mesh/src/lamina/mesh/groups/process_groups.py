@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -271,6 +272,7 @@ def group_of(
     return group
 
 
+@one_graph_break  # a compiled block may be what first needs it
 def _make_group(
     description: str,
     ranks: tuple[int, ...],

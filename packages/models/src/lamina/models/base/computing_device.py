@@ -19,10 +19,18 @@ def computes_on(where: Tensor | torch.device) -> str:
 
     Kernels are chosen by it, so that a plan has those of the run.
     """
-    # Dynamo traces calls with real tensors, and knows no context variable.
-    if isinstance(where, Tensor):
-        return where.device.type if has_values(where) else _planned_for(where.device.type)
-    return where.type if torch.compiler.is_compiling() else _planned_for(where.type)
+    kind = where.device.type if isinstance(where, Tensor) else where.type
+    if torch.compiler.is_compiling():
+        return traced_for(kind)
+    return kind if isinstance(where, Tensor) and has_values(where) else _planned_for(kind)
+
+
+def traced_for(kind: str) -> str:
+    """The type of device that a compiler's graph is for; a plan of compiled blocks replaces it.
+
+    Dynamo takes what a plan consists of for tensors with values, and knows no context variable.
+    """
+    return kind
 
 
 def _planned_for(kind: str) -> str:

@@ -5,6 +5,7 @@ from lamina.models.plan.fsdp2 import fsdp2
 from lamina.models.plan.job import Job
 from lamina.models.plan.job_plan import Plan, plan
 from lamina.models.plan.preflight import Call, standstill
+from lamina.models.plan.record.compiled import compiled
 from lamina.models.plan.record.recorder import StepRecorder
 from lamina.models.plan.search import search
 
@@ -13,6 +14,7 @@ __all__ = [
     "Job",
     "Plan",
     "StepRecorder",
+    "compiled",
     "fsdp2",
     "machine",
     "plan",

@@ -202,7 +202,8 @@ class _Clock:
         else:
             kind = "other kernels"
             seconds = kernel_seconds(operation, self._machine)
-            if self._compiled and operation.at < self._optimizer:
+            unfused = self._compiled and not self._record.fused
+            if unfused and operation.at < self._optimizer:
                 seconds *= self._machine.costs.fused
         if seconds > SHOWN:
             self.timing.spans.append((kind, operation.name, self._now, seconds))

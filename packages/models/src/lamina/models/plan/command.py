@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--schedule", default="1f1b", choices=SCHEDULES, help="of pipeline stages")
     add("--recompute", default="none", choices=get_args(Kind), help="of activations")
     add("--precision", default="bf16", choices=("bf16", "fp32", "fp8"), help="of products")
-    add("--compiled", action="store_true", help="blocks are compiled: for the time alone")
+    add("--compiled", action="store_true", help="blocks are compiled by torch.compile")
     add("--whole", action="store_true", help="play all layers, for what the allocator reserves")
     add("--search", action="store_true", help="the ten best layouts, and why others lose")
     add("--check", action="store_true", help="exit with status 1 if something would go wrong")

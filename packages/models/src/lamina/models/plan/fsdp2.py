@@ -57,8 +57,10 @@ def fsdp2(model: nn.Module, job: Job, mesh: ParallelMesh) -> nn.Module:
     if isinstance(model, GPTModel) and not model.config.tie_embeddings:
         fully_shard(model.embedding, **how)
         fully_shard([model.final_norm, model.head], **{**how, "reshard_after_forward": False})
+    # Of a compiled block FSDP2 shards the module around it, whose hooks are outside of the graph.
+    around = {id(m._modules["_orig_mod"]): m for m in model.modules() if "_orig_mod" in m._modules}
     for block in [module for module in model.modules() if isinstance(module, BLOCKS)]:
-        fully_shard(block, **how)
+        fully_shard(around.get(id(block), block), **how)
     fully_shard(model, **how)
     return model
 

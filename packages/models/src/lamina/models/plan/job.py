@@ -29,6 +29,7 @@ from lamina.models.pipelining.cuts import cut_layers
 from lamina.models.pipelining.pipeline import pipeline
 from lamina.models.pipelining.runner import PipelineRunner
 from lamina.models.pipelining.schedule import Schedule, number_of_stages, schedule_kind
+from lamina.models.plan.record.compiled import compiled
 from lamina.models.plan.record.device_forms import device_forms
 from lamina.models.plan.record.recorder import StepRecorder
 from lamina.models.plan.record.step_record import StepRecord
@@ -62,7 +63,8 @@ class Job:
         schedule: the order in which pipeline stages run microbatches.
         recompute: `none`, `selective`, `full`, `offload`, or a policy.
         precision: of products; `fp8` is played as bf16, and timed as FP8.
-        compiled: whether blocks are compiled. That changes the predicted time alone.
+        compiled: whether blocks are compiled: their graphs are played. Of a model that `make`
+            builds it changes the predicted time alone, unless that calls `compiled` for its parts.
         settings: further arguments of `fully_shard`.
         make: builds the model of a config on a mesh, if it is no `GPTModel`.
         shard: makes a model on the meta device data-parallel in place of `fully_shard`, such as
@@ -187,6 +189,8 @@ def play(
     place = "meta" if job.shard is None else "cpu"
     with ExitStack() as stack:
         stack.enter_context(device_forms(device_type))
+        if job.compiled:
+            stack.callback(torch.compiler.reset)  # graphs have the shapes of this job
         streams = stack.enter_context(Streams().recorded())
         tensors = None if job.shard is None else FakeTensorMode(allow_non_fake_inputs=True)
         playing = stack.enter_context(program(job, rank, torch.device(place), backend, tensors))
@@ -234,13 +238,15 @@ def program(
         mesh = job.layout.build("cpu" if device.type == "meta" else device.type)
         # No name here keeps the whole model: a run has the layers of other stages on the meta
         # device, where they take nothing, and a plan would count them as its own.
+        # Without values, blocks are compiled to what a plan counts.
+        compiler = compiled if device.type == "meta" or tensors is not None else torch.compile
         if job.shard is None:
-            module, optimizer = _shard(_make(job, mesh), job, mesh, device)
+            module, optimizer = _shard(_make(job, mesh, compiler), job, mesh, device)
         else:
             # DTensor keeps results by mesh, and takes the mesh of an earlier plan for this one if
             # it has as many ranks. The groups of that one are gone.
             forget_specs()
-            module = job.shard(_make(job, mesh), job, mesh)
+            module = job.shard(_make(job, mesh, compiler), job, mesh)
             stack.enter_context(tensors or nullcontext())
             optimizer = adamw(module.to_empty(device=device))
         ids = torch.zeros(job.batch, job.sequence, dtype=torch.int64, device=device)
@@ -264,10 +270,17 @@ def program(
         yield Program(module, step, lambda: _states(module, optimizer))
 
 
-def _make(job: Job, mesh: ParallelMesh) -> nn.Module:
+def _make(job: Job, mesh: ParallelMesh, compiler: Callable[[nn.Module], Any]) -> nn.Module:
     with torch.device("meta"):
         model = GPTModel(job.config, mesh) if job.make is None else job.make(job.config, mesh)
-    return model if job.recompute == "none" else apply_recompute(model, job.recompute)
+    if job.recompute != "none":
+        model = apply_recompute(model, job.recompute)
+    if job.compiled and job.make is None:
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, BLOCKS):
+                    setattr(parent, name, compiler(child))
+    return model
 
 
 def _passes(module: nn.Module, job: Job, mesh: ParallelMesh, ids: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lamina.models.attention import kernels
+from lamina.models.base import computing_device
 from lamina.models.base.computing_device import has_values, planned_as
 from lamina.models.layers.norms import rms_norm_on_cpu
 
@@ -37,7 +38,8 @@ def device_forms(device_type: str) -> Iterator[None]:
     )
 
     def of_device(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        if has_values(query) or args or not _has_kernel(device_type, options):
+        of_values = has_values(query) and not torch.compiler.is_compiling()
+        if of_values or args or not _has_kernel(device_type, options):
             return attention(query, key, value, *args, **options)
         return _attended(device_type, query, key, value, **options)
 
@@ -60,6 +62,7 @@ def device_forms(device_type: str) -> Iterator[None]:
         (F, "scaled_dot_product_attention", attention, of_device),
         (torch, "rms_norm", rms_norm, fused),
         (kernels, "flex_function", flex, of_flex),
+        (computing_device, "traced_for", computing_device.traced_for, lambda _: device_type),
     )
     for module, name, _, function in replaced:
         setattr(module, name, function)

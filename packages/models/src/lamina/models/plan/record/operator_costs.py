@@ -55,9 +55,9 @@ def _bytes_moved(
 ) -> int:
     """Bytes that a kernel reads and writes."""
     if name in _PICKS:
-        return 2 * _nbytes(results) + _nbytes(inputs[1:])
+        return 2 * nbytes_of(results) + nbytes_of(inputs[1:])
     if name in _ADDS:
-        return 3 * _nbytes(inputs[-1:]) + _nbytes(inputs[1:-1])
+        return 3 * nbytes_of(inputs[-1:]) + nbytes_of(inputs[1:-1])
     changed, unread = [], []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -68,10 +68,10 @@ def _bytes_moved(
             unread += tensors_in(value)
     left_out = {id(tensor) for tensor in unread}
     read = [tensor for tensor in inputs if id(tensor) not in left_out]
-    return _nbytes(read) + _nbytes([*results, *changed])
+    return nbytes_of(read) + nbytes_of([*results, *changed])
 
 
-def _nbytes(tensors: list[Tensor]) -> int:
+def nbytes_of(tensors: list[Tensor]) -> int:
     """Bytes of different tensors. An expanded one has no more than its storage."""
     sizes = {
         id(tensor): min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

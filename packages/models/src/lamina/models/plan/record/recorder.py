@@ -18,6 +18,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import CodeType
@@ -35,7 +36,7 @@ from lamina.models.compat import (
     active_fake_mode,
     current_graph_task_id,
 )
-from lamina.models.plan.record.operator_costs import cost_of, tensors_in
+from lamina.models.plan.record.operator_costs import cost_of, nbytes_of, tensors_in
 from lamina.models.plan.record.step_record import Life, Message, Operation, StepRecord
 from lamina.models.plan.record.torch_streams import Posted, Streams, is_collective, sent_by
 
@@ -96,6 +97,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._streams = Streams() if streams is None else streams
         self._posted: list[Posted] = []
         self._fake: FakeTensorMode | None = None  # whose tensors are counted
+        self._notes = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Blocks are compiled inside, and the operators of their graphs noted when they run."""
+        return True
 
     # -- the step's phases --------------------------------------------------------------------
 
@@ -151,9 +158,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return -(-storage.nbytes() // self._rounded) * self._rounded
 
     def _is_counted(self, tensor: Tensor) -> bool:
-        if self._fake is not None:  # compilers leave fake tensors of their own
-            return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake
-        return tensor.device.type == self._device
+        if isinstance(tensor, FakeTensor):  # compilers leave some of their own
+            return tensor.fake_mode is self._fake
+        return self._fake is None and tensor.device.type == self._device
 
     def _know(self, tensor: Tensor | None, category: str | None = None) -> None:
         """Enter a tensor's storage, if it is new and on the device."""
@@ -199,7 +206,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # the subclass goes first; its operators come back here
         kwargs = kwargs or {}
         fake = any(issubclass(kind, FakeTensor) for kind in types)
-        if (fake and self._fake is None) or func._schema.name in _QUESTIONS:
+        asks = func._schema.name in _QUESTIONS
+        if not self._notes or (fake and self._fake is None) or asks:
             return func(*args, **kwargs)
         self._event_times.append(time.perf_counter())
         result = func(*args, **kwargs)
@@ -222,6 +230,25 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in results:
                 self._know(tensor)
         return result
+
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Inside, operators are parts of a kernel that `note_kernel` tells of."""
+        self._notes = False
+        try:
+            yield
+        finally:
+            self._notes = True
+
+    def note_kernel(self, name: str, results: list[Tensor], inputs: list[Tensor]) -> None:
+        """Note a kernel of a compiled graph: what it makes, and what it reads."""
+        self._event_times.append(time.perf_counter())
+        self.record.fused = True
+        for tensor in results:
+            self._know(tensor)
+        self._poll()
+        nbytes = nbytes_of([*results, *inputs])
+        self.record.operations.append(Operation(name, self._now - 1, _in_backward(), 0.0, nbytes))
 
     # -- messages -----------------------------------------------------------------------------
 

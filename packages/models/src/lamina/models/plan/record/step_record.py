@@ -73,13 +73,17 @@ class Message:
 
 @dataclass
 class StepRecord:
-    """What a step was: events are numbered from 0, `end` is the number after the last one."""
+    """What a step was: events are numbered from 0, `end` is the number after the last one.
+
+    `fused` says whether element-wise operators of compiled blocks are noted as their kernels.
+    """
 
     lives: list[Life] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
     end: int = 0
+    fused: bool = False
 
     def timeline(self) -> list[tuple[int, dict[str, int]]]:
         """Bytes by category after each event that changes them."""

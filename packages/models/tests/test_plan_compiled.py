@@ -1,0 +1,195 @@
+"""Plans of compiled blocks: what forward keeps, what has no memory, and what a kernel moves.
+
+tests/virtual_gpu/test_plan.py has them beside what Inductor allocates on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lamina.mesh import ParallelLayout
+from lamina.models import GPTModel, MoEConfig, TransformerConfig
+from lamina.models.plan import Job, StepRecorder, compiled, fsdp2, plan
+from lamina.models.plan.job import play
+from lamina.models.plan.record.device_forms import device_forms
+
+CONFIG = TransformerConfig(
+    vocab_size=512, hidden_size=128, num_layers=3, num_heads=4, ffn_size=512, activation="swiglu"
+)
+JOB = Job(config=CONFIG, ranks=2, batch=2, sequence=256)
+ROWS, COLUMNS = 64, 1024
+MATRIX = 4 * ROWS * COLUMNS  # bytes
+
+
+@pytest.fixture(autouse=True)
+def _graphs_end_here():
+    yield
+    torch.compiler.reset()
+
+
+def recorded(function, *tensors):
+    """The record of the function's second call on meta tensors, with its backward if it has one."""
+    for _ in range(2):
+        with StepRecorder() as recorder:
+            result = function(*tensors)
+            if result.requires_grad:
+                result.backward()
+            del result
+    return recorder.record
+
+
+def sizes(record, category=None):
+    """Bytes of what a step made, in the order in which it made them."""
+    return [
+        life.sizes[0][1]
+        for life in record.lives
+        if life.born and category in (None, life.category) and life.sizes[0][1] >= MATRIX
+    ]
+
+
+def matrix(**options):
+    return torch.empty(ROWS, COLUMNS, device="meta", **options)
+
+
+def test_operators_that_are_fused_are_one_kernel_and_leave_no_tensors():
+    eager = recorded(lambda x: (x.exp() + 1).sin(), matrix())
+    record = recorded(compiled(lambda x: (x.exp() + 1).sin()), matrix())
+    assert sizes(eager) == [MATRIX] * 3
+    assert sizes(record) == [MATRIX]
+    assert [operation.nbytes for operation in record.operations] == [2 * MATRIX]
+    assert record.fused
+    assert not eager.fused
+
+
+def test_what_a_product_reads_is_made_also_through_a_view():
+    def function(x, weight):
+        return x.exp().view(2 * ROWS, COLUMNS // 2) @ weight
+
+    weight = torch.empty(COLUMNS // 2, COLUMNS // 2, device="meta")
+    record = recorded(compiled(function), matrix(), weight)
+    assert sizes(record) == [MATRIX, MATRIX]  # the exponentials, and the product
+    assert [operation.flops > 0 for operation in record.operations] == [False, True]
+
+
+def test_kernels_beside_each_other_read_a_tensor_once():
+    """A norm reads its row to measure it, and again to scale it, in one kernel."""
+    record = recorded(compiled(lambda x: x * x.square().mean(-1, keepdim=True).rsqrt()), matrix())
+    assert sizes(record) == [MATRIX]
+    assert sum(operation.nbytes for operation in record.operations) < 2.1 * MATRIX
+
+
+def test_forward_keeps_what_torchs_partition_keeps():
+    """Of SwiGLU both factors, and neither the activation nor the product."""
+
+    def function(x, gate, up, down):
+        return (F.silu(x @ gate) * (x @ up)) @ down
+
+    square = torch.empty(COLUMNS, COLUMNS, device="meta", requires_grad=True)
+    weights = [square, square.clone().detach().requires_grad_(), square.clone().detach()]
+    arguments = matrix(), *weights
+    eager = recorded(lambda *args: function(*args).sum(), *arguments)
+    called = compiled(function)
+    record = recorded(lambda *args: called(*args).sum(), *arguments)
+    assert sizes(eager, "activations") == [MATRIX] * 3
+    assert sizes(record, "activations") == [MATRIX] * 2
+
+
+def test_a_compiled_loss_has_its_gradient_alone():
+    """No logarithms, and nothing in fp32."""
+
+    def loss(logits, labels):
+        return F.cross_entropy(logits.float(), labels)
+
+    logits, labels = (
+        matrix(dtype=torch.bfloat16, requires_grad=True),
+        torch.empty(ROWS, dtype=torch.int64, device="meta"),
+    )
+    assert max(recorded(loss, logits, labels).peak().values()) >= 2 * MATRIX
+    peak = recorded(compiled(loss), logits, labels).peak()
+    assert sum(peak.values()) < 1.1 * (2 * MATRIX / 2)  # the logits, and their gradient, in bf16
+
+
+class Attends(nn.Module):
+    """A block whose attention is not of Lamina."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(128, 3 * 128, bias=False, device="meta", dtype=torch.bfloat16)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).view(*x.shape[:2], 3, 4, 32).transpose(1, 3).unbind(2)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_graph_has_the_attention_of_the_device_that_is_planned(device):
+    x = torch.empty(2, 256, 128, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    block = compiled(Attends())
+    with device_forms(device):
+        record = recorded(lambda x: block(x).sum(), x)
+    kernel = {"cuda": "flash_attention", "cpu": "flash_attention_for_cpu"}[device]
+    names = [operation.name for operation in record.operations if "attention" in operation.name]
+    assert names == [f"_scaled_dot_product_{kernel}", f"_scaled_dot_product_{kernel}_backward"]
+
+
+@pytest.mark.parametrize("shard", [None, fsdp2], ids=["lamina", "fsdp2"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"recompute": "selective"}, id="selective"),
+        pytest.param({"recompute": "full"}, id="full"),
+        pytest.param({"layout": ParallelLayout(cp=2)}, id="cp"),
+        pytest.param(
+            {"config": replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2))}, id="experts"
+        ),
+    ],
+)
+def test_compiled_blocks_multiply_no_more_and_hold_no_more(changes, shard):
+    job = replace(JOB, **{"layout": ParallelLayout(), "shard": shard, **changes})
+    records = [play(replace(job, compiled=kind)).record for kind in (False, True)]
+    eager, record = records
+    flops = [sum(operation.flops for operation in each.operations) for each in records]
+    # Of a forward that is computed again, the partition leaves out what no gradient needs.
+    least = 0.9 if changes.get("recompute") == "full" else 1.0
+    assert least * flops[0] <= flops[1] <= flops[0]
+    assert sum(record.peak().values()) <= 1.01 * sum(eager.peak().values())
+    assert record.wire_bytes() == eager.wire_bytes()
+    moved = [sum(operation.nbytes for operation in each.operations) for each in records]
+    assert moved[1] < moved[0]
+
+
+@pytest.mark.parametrize("shard", [None, fsdp2], ids=["lamina", "fsdp2"])
+def test_one_process_plans_compiled_jobs_one_after_another(shard):
+    """Graphs of one job, and what a compiler left, are no tensors of the next."""
+    deep = replace(JOB, compiled=True, shard=shard, config=replace(CONFIG, num_layers=8))
+    first = plan(deep)
+    assert first.worst.extrapolated
+    plan(replace(deep, sequence=512))
+    again, whole = plan(deep), play(deep).record
+    assert again.allocated == first.allocated
+    tensors = again.allocated - again.worst.memory["workspaces"]
+    assert tensors == pytest.approx(sum(whole.peak().values()), rel=2e-3)
+
+
+def test_a_model_of_ones_own_compiles_what_it_will():
+    made = []
+
+    def make(config, mesh):
+        model = GPTModel(config, mesh)
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = compiled(block)
+        made.append(config)
+        return model
+
+    own, usual = (
+        play(replace(JOB, compiled=True, make=function)).record for function in (make, None)
+    )
+    assert made
+    assert own.peak() == usual.peak()
+    assert not play(replace(JOB, compiled=True, make=GPTModel)).record.fused

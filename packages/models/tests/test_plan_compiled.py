@@ -6,6 +6,7 @@ tests/virtual_gpu/test_plan.py has them beside what Inductor allocates on a GPU.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lamina.mesh import ParallelLayout
 from lamina.models import GPTModel, MoEConfig, TransformerConfig
 from lamina.models.plan import Job, StepRecorder, compiled, fsdp2, plan
 from lamina.models.plan.job import play
+from lamina.models.plan.record.compiled import GraphRecorder
 from lamina.models.plan.record.device_forms import device_forms
 
 CONFIG = TransformerConfig(
@@ -32,10 +34,10 @@ def _graphs_end_here():
     torch.compiler.reset()
 
 
-def recorded(function, *tensors):
+def recorded(function, *tensors, recorder_of=GraphRecorder):
     """The record of the function's second call on meta tensors, with its backward if it has one."""
     for _ in range(2):
-        with StepRecorder() as recorder:
+        with recorder_of() as recorder:
             result = function(*tensors)
             if result.requires_grad:
                 result.backward()
@@ -64,6 +66,16 @@ def test_operators_that_are_fused_are_one_kernel_and_leave_no_tensors():
     assert [operation.nbytes for operation in record.operations] == [2 * MATRIX]
     assert record.fused
     assert not eager.fused
+
+
+def test_what_others_have_compiled_is_recorded_as_if_it_were_not():
+    """Inductor's kernels could not be seen."""
+    function = torch.compile(lambda x: (x.exp() + 1).sin())
+    record = recorded(
+        function, torch.empty(ROWS, COLUMNS), recorder_of=partial(StepRecorder, "cpu")
+    )
+    assert sizes(record) == [MATRIX] * 3
+    assert [operation.name for operation in record.operations] == ["exp", "add", "sin"]
 
 
 def test_what_a_product_reads_is_made_also_through_a_view():
@@ -177,19 +189,40 @@ def test_one_process_plans_compiled_jobs_one_after_another(shard):
     assert tensors == pytest.approx(sum(whole.peak().values()), rel=2e-3)
 
 
-def test_a_model_of_ones_own_compiles_what_it_will():
-    made = []
+class Plain(nn.Module):
+    """A model of other blocks than Lamina's."""
 
+    def __init__(self, config, mesh, compiles=True):
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        wide = 4 * config.hidden_size
+        block = nn.Sequential(
+            nn.Linear(config.hidden_size, wide), nn.GELU(), nn.Linear(wide, config.hidden_size)
+        )
+        self.block = compiled(block) if compiles else block
+
+    def forward(self, tokens, labels):
+        return self.block(self.embedding(tokens)).square().mean()
+
+
+def test_a_model_of_ones_own_compiles_blocks_that_are_not_laminas():
+    own = replace(JOB, compiled=True, make=Plain)
+    eager = replace(JOB, compiled=True, make=partial(Plain, compiles=False))
+    records = [play(job).record for job in (own, eager)]
+    assert [record.fused for record in records] == [True, False]
+    peaks = [sum(record.peak().values()) for record in records]
+    assert peaks[0] < peaks[1]
+
+
+def test_a_block_is_compiled_once_whoever_does_it():
     def make(config, mesh):
         model = GPTModel(config, mesh)
         for number, block in enumerate(model.blocks):
             model.blocks[number] = compiled(block)
-        made.append(config)
         return model
 
-    own, usual = (
-        play(replace(JOB, compiled=True, make=function)).record for function in (make, None)
-    )
-    assert made
-    assert own.peak() == usual.peak()
-    assert not play(replace(JOB, compiled=True, make=GPTModel)).record.fused
+    peaks = [
+        play(replace(JOB, compiled=True, make=function)).record.peak()
+        for function in (make, GPTModel, None)
+    ]
+    assert peaks[0] == peaks[1] == peaks[2]

@@ -29,7 +29,7 @@ from lamina.models.pipelining.cuts import cut_layers
 from lamina.models.pipelining.pipeline import pipeline
 from lamina.models.pipelining.runner import PipelineRunner
 from lamina.models.pipelining.schedule import Schedule, number_of_stages, schedule_kind
-from lamina.models.plan.record.compiled import compiled
+from lamina.models.plan.record.compiled import GraphRecorder, compiled
 from lamina.models.plan.record.device_forms import device_forms
 from lamina.models.plan.record.recorder import StepRecorder
 from lamina.models.plan.record.step_record import StepRecord
@@ -63,8 +63,8 @@ class Job:
         schedule: the order in which pipeline stages run microbatches.
         recompute: `none`, `selective`, `full`, `offload`, or a policy.
         precision: of products; `fp8` is played as bf16, and timed as FP8.
-        compiled: whether blocks are compiled: their graphs are played. Of a model that `make`
-            builds it changes the predicted time alone, unless that calls `compiled` for its parts.
+        compiled: whether Lamina's blocks are compiled: their graphs are played. A model of other
+            blocks compiles them in `make`, by `compiled`. Otherwise the time alone changes.
         settings: further arguments of `fully_shard`.
         make: builds the model of a config on a mesh, if it is no `GPTModel`.
         shard: makes a model on the meta device data-parallel in place of `fully_shard`, such as
@@ -195,7 +195,8 @@ def play(
         tensors = None if job.shard is None else FakeTensorMode(allow_non_fake_inputs=True)
         playing = stack.enter_context(program(job, rank, torch.device(place), backend, tensors))
         playing.step(None)  # makes the optimizer's state, and the order of gathers
-        with StepRecorder(place, playing.states, rounded=rounded, streams=streams) as recorder:
+        kind = GraphRecorder if job.compiled else StepRecorder
+        with kind(place, playing.states, rounded=rounded, streams=streams) as recorder:
             playing.step(recorder.mark)
         return Played(recorder.record, playing.parameters)
 
@@ -275,11 +276,10 @@ def _make(job: Job, mesh: ParallelMesh, compiler: Callable[[nn.Module], Any]) ->
         model = GPTModel(job.config, mesh) if job.make is None else job.make(job.config, mesh)
     if job.recompute != "none":
         model = apply_recompute(model, job.recompute)
-    if job.compiled and job.make is None:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, BLOCKS):
-                    setattr(parent, name, compiler(child))
+    for parent in list(model.modules()) if job.compiled else ():
+        for name, child in list(parent.named_children()):
+            if isinstance(child, BLOCKS) and name != "_orig_mod":  # not what is compiled already
+                setattr(parent, name, compiler(child))
     return model
 
 

@@ -30,7 +30,8 @@ from lamina.models.plan.record.recorder import StepRecorder
 def compiled(called: Callable[..., Any]) -> Any:
     """`torch.compile(called)`, for plans: a module or function on fake tensors.
 
-    Shapes are constants. `torch.compiler.reset()` forgets the graphs.
+    Shapes are constants. Plans of `Job(compiled=True)` play its graphs. Elsewhere they run operator
+    by operator. `torch.compiler.reset()` forgets them.
 
     Examples:
         >>> from lamina.models.plan import compiled
@@ -38,6 +39,19 @@ def compiled(called: Callable[..., Any]) -> Any:
         tensor(8.)
     """
     return torch.compile(called, backend=_backend(), dynamic=False)
+
+
+class GraphRecorder(StepRecorder):  # type: ignore[no-untyped-call]
+    """Records a program of which parts are `compiled`.
+
+    Where torch itself has compiled, its kernels would not be noted. So under a `StepRecorder` torch
+    runs all of it as if nothing were compiled.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether torch may run compiled code inside."""
+        return True
 
 
 @cache
@@ -67,7 +81,7 @@ class _Kernels(fx.Interpreter):
         nodes = list(graph.graph.nodes)
         called = [node for node in nodes if node.op == "call_function"]
         self._free = {node for node in called if _is_free(node)}
-        self._parts = self._free | {node for node in called if _is_fused(node)}
+        self._unnoted = self._free | {node for node in called if _is_fused(node)}
         self._unmade = _without_memory(nodes)
         self._sources: dict[fx.Node, list[fx.Node]] = {}
         last: dict[fx.Node, fx.Node] = {}
@@ -92,10 +106,10 @@ class _Kernels(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run an operator: as it is, as a part of a kernel, or as a kernel's end."""
-        recorder = next((mode for mode in modes_now() if isinstance(mode, StepRecorder)), None)
+        recorder = next((mode for mode in modes_now() if isinstance(mode, GraphRecorder)), None)
         if recorder is None or n.op != "call_function":
             return super().run_node(n)
-        if n not in self._parts:
+        if n not in self._unnoted:
             self._read.clear()
             return super().run_node(n)
         with recorder.unnoted():

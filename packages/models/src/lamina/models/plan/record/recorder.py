@@ -99,11 +99,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fake: FakeTensorMode | None = None  # whose tensors are counted
         self._notes = True
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Blocks are compiled inside, and the operators of their graphs noted when they run."""
-        return True
-
     # -- the step's phases --------------------------------------------------------------------
 
     def __enter__(self) -> StepRecorder:

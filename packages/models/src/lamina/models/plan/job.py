@@ -237,10 +237,10 @@ def program(
             hosts = RANKS_PER_HOST if job.ranks % RANKS_PER_HOST == 0 else None
             stack.enter_context(init_distributed(backend, **kind, ranks_per_host=hosts))
         mesh = job.layout.build("cpu" if device.type == "meta" else device.type)
+        # Without values there is no code to compile, and blocks become what a plan counts.
+        compiler = compiled if device.type == "meta" or tensors is not None else torch.compile
         # No name here keeps the whole model: a run has the layers of other stages on the meta
         # device, where they take nothing, and a plan would count them as its own.
-        # Without values, blocks are compiled to what a plan counts.
-        compiler = compiled if device.type == "meta" or tensors is not None else torch.compile
         if job.shard is None:
             module, optimizer = _shard(_make(job, mesh, compiler), job, mesh, device)
         else:

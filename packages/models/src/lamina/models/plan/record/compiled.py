@@ -81,6 +81,7 @@ class _Kernels(fx.Interpreter):
         nodes = list(graph.graph.nodes)
         called = [node for node in nodes if node.op == "call_function"]
         self._free = {node for node in called if _is_free(node)}
+        # What the recorder does not see by itself: `run_node` tells of kernels.
         self._unnoted = self._free | {node for node in called if _is_fused(node)}
         self._unmade = _without_memory(nodes)
         self._sources: dict[fx.Node, list[fx.Node]] = {}
@@ -94,6 +95,7 @@ class _Kernels(fx.Interpreter):
             )
             self._sources[node] = list(read)
             last |= dict.fromkeys((*read, *node.all_input_nodes), node)
+        # In place of the interpreter's own: a tensor stays until the last kernel that reads it.
         self.user_to_last_uses: dict[fx.Node, list[fx.Node]] = {}
         for node, reader in last.items():
             self.user_to_last_uses.setdefault(reader, []).append(node)

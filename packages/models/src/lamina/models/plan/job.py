@@ -7,7 +7,7 @@ tensors a step has no values and takes no memory, so models of any size can be p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast, runtime_checkable
@@ -33,6 +33,7 @@ from lamina.models.plan.record.compiled import GraphRecorder, compiled
 from lamina.models.plan.record.device_forms import device_forms
 from lamina.models.plan.record.recorder import StepRecorder
 from lamina.models.plan.record.step_record import StepRecord
+from lamina.models.plan.record.storages import Counted, StoragesMade
 from lamina.models.plan.record.torch_streams import Streams
 
 BLOCKS = (TransformerBlock, ResidualBlock)
@@ -193,10 +194,12 @@ def play(
             stack.callback(torch.compiler.reset)  # graphs have the shapes of this job
         streams = stack.enter_context(Streams().recorded())
         tensors = None if job.shard is None else FakeTensorMode(allow_non_fake_inputs=True)
-        playing = stack.enter_context(program(job, rank, torch.device(place), backend, tensors))
+        made = StoragesMade(Counted(place, tensors))
+        inside = (made,) if tensors is None else (tensors, made)
+        playing = stack.enter_context(program(job, rank, torch.device(place), backend, inside))
         playing.step(None)  # makes the optimizer's state, and the order of gathers
         kind = GraphRecorder if job.compiled else StepRecorder
-        with kind(place, playing.states, rounded=rounded, streams=streams) as recorder:
+        with kind(place, playing.states, made, rounded, streams) as recorder:
             playing.step(recorder.mark)
         return Played(recorder.record, playing.parameters)
 
@@ -223,12 +226,12 @@ def program(
     rank: int,
     device: torch.device,
     backend: str | None = "fake",
-    tensors: AbstractContextManager[object] | None = None,
+    inside: Sequence[AbstractContextManager[object]] = (),
 ) -> Iterator[Program]:
     """Inside, a step of the job can be run on a device as the first rank of a pipeline stage.
 
-    Without a backend the process group is there already. `tensors` is a mode in which the memory
-    of another engine's model is made, and its steps run.
+    Without a backend the process group is there already. The memory of the model is made, and its
+    steps run, in the contexts `inside`.
     """
     with ExitStack() as stack:
         if backend is not None:
@@ -238,17 +241,18 @@ def program(
             stack.enter_context(init_distributed(backend, **kind, ranks_per_host=hosts))
         mesh = job.layout.build("cpu" if device.type == "meta" else device.type)
         # Without values there is no code to compile, and blocks become what a plan counts.
-        compiler = compiled if device.type == "meta" or tensors is not None else torch.compile
+        compiler = compiled if inside or device.type == "meta" else torch.compile
         # No name here keeps the whole model: a run has the layers of other stages on the meta
         # device, where they take nothing, and a plan would count them as its own.
         if job.shard is None:
+            _enter(inside, stack)
             module, optimizer = _shard(_make(job, mesh, compiler), job, mesh, device)
         else:
             # DTensor keeps results by mesh, and takes the mesh of an earlier plan for this one if
             # it has as many ranks. The groups of that one are gone.
             forget_specs()
             module = job.shard(_make(job, mesh, compiler), job, mesh)
-            stack.enter_context(tensors or nullcontext())
+            _enter(inside, stack)
             optimizer = adamw(module.to_empty(device=device))
         ids = torch.zeros(job.batch, job.sequence, dtype=torch.int64, device=device)
 
@@ -269,6 +273,11 @@ def program(
             optimizer.zero_grad()
 
         yield Program(module, step, lambda: _states(module, optimizer))
+
+
+def _enter(contexts: Sequence[AbstractContextManager[object]], stack: ExitStack) -> None:
+    for context in contexts:
+        stack.enter_context(context)
 
 
 def _make(job: Job, mesh: ParallelMesh, compiler: Callable[[nn.Module], Any]) -> nn.Module:

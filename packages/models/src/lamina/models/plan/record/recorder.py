@@ -12,7 +12,6 @@ a temporary otherwise. States that are there before the step are named by `state
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 import weakref
@@ -31,13 +30,13 @@ import lamina.collectives
 from lamina.collectives import Ledger
 from lamina.models.compat import (
     FakeTensor,
-    FakeTensorMode,
     TorchDispatchMode,
     active_fake_mode,
     current_graph_task_id,
 )
 from lamina.models.plan.record.operator_costs import cost_of, nbytes_of, tensors_in
 from lamina.models.plan.record.step_record import Life, Message, Operation, StepRecord
+from lamina.models.plan.record.storages import Counted, StoragesMade, takes_operators_apart
 from lamina.models.plan.record.torch_streams import Posted, Streams, is_collective, sent_by
 
 _MAKERS: dict[str, str | None] = {
@@ -68,6 +67,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: the type of the devices whose memory counts.
         states: tensors that are there before the step, by category.
+        made: what was made for the step beforehand, and is still there. Without it, such storages
+            are known from the first operator that takes them.
         rounded: storages are rounded up to a multiple of so many bytes, as an allocator does.
         streams: those that torch's collectives are posted on, if the program has streams.
 
@@ -85,30 +86,28 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         device: str = "meta",
         states: Callable[[], Mapping[str, list[Tensor]]] = dict,
+        made: StoragesMade | None = None,
         rounded: int = 1,
         streams: Streams | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = StepRecord()
-        self._device, self._states, self._rounded = device, states, rounded
+        self._counted, self._states, self._rounded = Counted(device), states, rounded
+        self._made = made
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Life]] = {}
         self._ledger = Ledger()
         self._event_times: list[float] = []
         self._streams = Streams() if streams is None else streams
         self._posted: list[Posted] = []
-        self._fake: FakeTensorMode | None = None  # whose tensors are counted
         self._notes = True
 
     # -- the step's phases --------------------------------------------------------------------
 
     def __enter__(self) -> StepRecorder:
-        self._fake = active_fake_mode()
+        self._counted = Counted(self._counted.device, active_fake_mode())
         self._streams.number_by(lambda: self._now)
-        gc.collect()
-        for each in gc.get_objects():
-            if issubclass(type(each), Tensor):
-                for tensor in (each, each.grad if each.is_leaf else None):
-                    self._know(tensor, "temporaries")
+        for storage in self._made.alive() if self._made is not None else ():
+            self._enter(storage, Life(0, "temporaries", False, []))
         self._name_states()
         self._ledger.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -152,25 +151,26 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _size(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self._rounded) * self._rounded
 
-    def _is_counted(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, FakeTensor):  # compilers leave some of their own
-            return tensor.fake_mode is self._fake
-        return self._fake is None and tensor.device.type == self._device
-
     def _know(self, tensor: Tensor | None, category: str | None = None) -> None:
         """Enter a tensor's storage, if it is new and on the device."""
-        if tensor is None or not self._is_counted(tensor) or tensor.layout != torch.strided:
-            return
-        try:
-            storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # a wrapper around other tensors
-            return
+        storage = self._counted.storage(tensor)
+        if storage is not None and not self._knows(storage):
+            made, crosses = category or _maker(), category is None and not _in_backward()
+            self._enter(storage, Life(self._now, made, crosses, []))
+
+    def _found(self, tensor: Tensor) -> None:
+        """Enter a storage that was there before the step, and that nobody has named."""
+        storage = self._counted.storage(tensor)
+        if storage is not None and not self._knows(storage):
+            self._enter(storage, Life(0, "temporaries", False, []))
+
+    def _knows(self, storage: torch.UntypedStorage) -> bool:
+        entry = self._alive.get(storage._cdata)
+        return entry is not None and entry[0]() is not None
+
+    def _enter(self, storage: torch.UntypedStorage, life: Life) -> None:
         key = storage._cdata
-        if key in self._alive and self._alive[key][0]() is not None:
-            return
-        made = category or _maker()
-        life = Life(self._now, made, category is None and not _in_backward(), [])
-        life.sizes.append((self._now, self._size(storage)))
+        life.sizes.append((life.born, self._size(storage)))
         life.stream = self._streams.current.number
 
         def ended(_: object, key: int = key, life: Life = life) -> None:
@@ -197,13 +197,16 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator, and note what it makes, multiplies and moves."""
-        if any(_takes_operators_apart(kind) for kind in types):
+        if any(map(takes_operators_apart, types)):
             return NotImplemented  # the subclass goes first; its operators come back here
         kwargs = kwargs or {}
         fake = any(issubclass(kind, FakeTensor) for kind in types)
         asks = func._schema.name in _QUESTIONS
-        if not self._notes or (fake and self._fake is None) or asks:
+        if not self._notes or (fake and self._counted.fake is None) or asks:
             return func(*args, **kwargs)
+        inputs = tensors_in((args, kwargs))
+        for tensor in inputs:
+            self._found(tensor)
         self._event_times.append(time.perf_counter())
         result = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
@@ -212,8 +215,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         results = tensors_in(result)
         if not func.is_view and name not in _FREE:
-            inputs = tensors_in((args, kwargs))
-            if any(map(self._is_counted, (*results, *inputs))):
+            if any(map(self._counted.has, (*results, *inputs))):
                 known = len(self.record.lives)
                 for tensor in results:
                     self._know(tensor)
@@ -299,13 +301,6 @@ def _key(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return -1
-
-
-@cache
-def _takes_operators_apart(kind: type) -> bool:
-    # Fake tensors do too, but have no memory: what they run is of no interest here.
-    handler = getattr(kind, "__torch_dispatch__", None)
-    return handler is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
 
 
 def _callers() -> Iterator[str]:

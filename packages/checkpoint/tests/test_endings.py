@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import lamina.checkpoint.save.writer as writer_module
 from lamina.checkpoint import CheckpointManager
+from lamina.checkpoint.save.phases import Phase, Phases
 from lamina.checkpoint.save.saving import Background
 from lamina.checkpoint.save.writer import in_threads
 from lamina.collectives.engine import all_reduce_small
@@ -154,6 +156,16 @@ def test_a_save_that_waits_names_the_phase_and_the_rank(
     waits = ranks.rank == (1 if late == "finish" else 0)
     assert any(words in text for text in told) == waits, told
     assert CheckpointManager(tmp_path).list() == [0, 1]
+
+
+def test_a_rank_whose_own_word_is_late_does_not_wait_for_itself():
+    phases = Phases(None, "checkpoints")
+    phases._ranks, phases._rank, phases._saves, phases._step = [0, 1], 1, 1, 7
+    planned = f"1 {Phase.PLANNED.value}"
+    phases._watchdog = SimpleNamespace(say=lambda *_: None, said=lambda *_: {0: planned})
+    phases.reach(Phase.PLANNED)
+    words = "the save of step 7 waits for the first rank, which makes the directory (rank 0)"
+    assert phases.words() == words
 
 
 def test_a_program_that_ends_at_once_completes_a_save_in_several_threads(tmp_path):

@@ -199,3 +199,25 @@ def test_memory_returns_when_a_model_is_deleted(ranks):
             assert left < 4 * WIDTH * WIDTH, "more than a layer"
         finally:
             gc.enable()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("made", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_first_step_makes_moments_once(made, ranks):
+    """The two groups cut the shard into runs, whose moments are parts of the shard's."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    weights, biases = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+    mesh = ParallelLayout().build(device_type())
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    wrapped = DistributedDataParallel(model, config, mesh)
+    optimizer = ShardedOptimizer(made(groups), wrapped, mesh)
+    wrapped(torch.ones(2, 1024)).square().mean().backward()
+    with Meter() as meter:
+        before = meter.live_bytes()
+        meter.reset()
+        optimizer.step()
+        moments = 2 * sum(4 * p.numel() for p in (*weights, *biases))
+        assert moments <= meter.live_bytes() - before < 1.01 * moments
+        # A step in blocks has temporaries of some MiB.
+        assert meter.peak_live_bytes - before < 1.3 * moments

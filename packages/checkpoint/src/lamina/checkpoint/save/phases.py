@@ -74,7 +74,9 @@ class Phases:
         texts = self._watchdog.said(self._topic, self._ranks)
         came = {rank: tuple(map(int, text.split())) for rank, text in texts.items()}
         mine = self._saves, phase.value
-        behind = [rank for rank in self._ranks if came.get(rank, (0, 0)) < mine]
+        # What this rank has said may not have come to the store yet.
+        others = (rank for number, rank in enumerate(self._ranks) if number != self._rank)
+        behind = [rank for rank in others if came.get(rank, (0, 0)) < mine]
         if not behind:
             first = f"rank {self._ranks[0]}" if self._rank else "this one"
             return f"{save} {_ALL_CAME[phase]} ({first})"

@@ -325,10 +325,11 @@ class FlatStep(BorrowedGroups):
             return list(settings["params"])
         plan = self._plan(number, settings["params"], optimizer)
         self._runs += plan.runs
-        # Before any kernel: torch's first step would make moments in the main weights' dtype.
+        # Before any step. Torch would make moments of each run, in the main weights' dtype, and
+        # they would be copied: of a model that has just begun to train that is most of its memory.
         for run in plan.runs:
-            if run.group.dtypes.moments is not None and not run.state:
-                self._begin_state(run, run.group.dtypes.moments, settings)
+            if not run.state and _makes_two_moments(optimizer, settings):
+                self._begin_state(run, settings)
         return [r.parameter for r in plan.runs if not r.step(optimizer, settings)] + plan.others
 
     def _collect(self, optimizer: Optimizer, *, stepped: bool) -> None:
@@ -415,12 +416,15 @@ class FlatStep(BorrowedGroups):
                     flat[start:stop].copy_(local)  # loaded, or made before the first flat step
             run.state[name] = flat[run.start : run.stop]
 
-    def _begin_state(self, run: _Run, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
-        """Moments of a chosen dtype, for the first step: torch would make them in the weights'."""
-        where = run.parameter.device if settings["fused"] else torch.device("cpu")
-        run.state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+    def _begin_state(self, run: _Run, settings: Mapping[str, Any]) -> None:
+        """State of Adam as torch makes it in a first step, with moments in the group's memory."""
+        is_read_there = settings["fused"] or settings["capturable"]
+        where = run.parameter.device if is_read_there else torch.device("cpu")
+        wide = torch.get_default_dtype() == torch.float64 and not settings["fused"]
+        counts = torch.float64 if wide else torch.float32
+        run.state["step"] = torch.zeros((), dtype=counts, device=where)
         for name in MOMENTS:
-            flat = self._flat_state(run.group, name, dtype)
+            flat = self._flat_state(run.group, name, run.parameter.dtype)
             run.state[name] = flat[run.start : run.stop].zero_()
 
     def _spread_state(self, run: _Run, optimizer: Optimizer) -> None:
@@ -618,19 +622,23 @@ KERNELS: dict[str, RunKernel] = {
 """By type of device."""
 
 
+def _makes_two_moments(optimizer: Optimizer, settings: Mapping[str, Any]) -> bool:
+    """Whether the state of each parameter will be a count and two moments."""
+    return type(optimizer) in (Adam, AdamW) and not settings["amsgrad"]
+
+
 def _knows(optimizer: Optimizer, settings: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
     """Whether this is Adam or AdamW in a step that kernels can do.
 
-    The first step, which makes the state, is torch's; so are amsgrad, tensors as hyperparameters
-    and captured steps.
+    Those with amsgrad, tensors as hyperparameters and captured ones are torch's.
     """
     return (
-        type(optimizer) in (Adam, AdamW)
+        _makes_two_moments(optimizer, settings)
         and state.keys() == {"step", "exp_avg", "exp_avg_sq"}
         and isinstance(settings["lr"], float)
         and isinstance(settings["betas"][0], float)
         and isinstance(settings["betas"][1], float)
-        and not (settings["amsgrad"] or settings["capturable"])
+        and not settings["capturable"]
     )
 
 

@@ -12,6 +12,7 @@ from lamina.ddp.engine import gradient_sink
 from lamina.mesh import mark
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
+from lamina.models.base.computing_device import computes_on
 from lamina.models.base.config import Reduction, TransformerConfig
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
@@ -37,7 +38,7 @@ def look_up(weight: Tensor, ids: Tensor) -> Tensor:
     """Rows `[..., width]` of a table, for int64 ids `[...]`."""
     # On CUDA torch's backward sorts the ids, so that sums have one order. `index_add_` in `_LookUp`
     # would add in any order there.
-    if weight.is_cuda or not may_sink(weight):
+    if computes_on(weight) == "cuda" or not may_sink(weight):
         return F.embedding(ids, weight)
     return applied(_LookUp, weight, ids)
 

@@ -242,11 +242,12 @@ def program(
         mesh = job.layout.build("cpu" if device.type == "meta" else device.type)
         # Without values there is no code to compile, and blocks become what a plan counts.
         compiler = compiled if inside or device.type == "meta" else torch.compile
-        # No name here keeps the whole model: a run has the layers of other stages on the meta
-        # device, where they take nothing, and a plan would count them as its own.
         if job.shard is None:
+            # A run has the model on the meta device first, where it takes nothing. So it is made
+            # outside of what counts memory, and no name here keeps the layers of other stages.
+            made = [_make(job, mesh, compiler)]
             _enter(inside, stack)
-            module, optimizer = _shard(_make(job, mesh, compiler), job, mesh, device)
+            module, optimizer = _shard(made.pop(), job, mesh, device)
         else:
             # DTensor keeps results by mesh, and takes the mesh of an earlier plan for this one if
             # it has as many ranks. The groups of that one are gone.

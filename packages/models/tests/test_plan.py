@@ -189,17 +189,23 @@ def test_deep_models_follow_the_line_of_shallow_ones():
     assert planned.worst.sent == dict(whole.record.wire_bytes())
 
 
-def test_a_pipeline_holds_what_its_own_stage_does_however_many_passes_it_makes():
-    """Nine microbatches, planned from four and six of them, beside all nine."""
+@pytest.mark.parametrize("layers", [2, 10])
+def test_a_pipeline_holds_what_its_own_stage_does_however_many_passes_it_makes(layers):
+    """Nine microbatches, planned from four and six of them, in the last stage from two and three.
+
+    Of ten layers each stage plays one and two.
+    """
     layout = ParallelLayout(pp=2, dp_shard=-1)
-    short = replace(CONFIG, num_layers=2)  # a layer for each stage: the passes are the question
-    job = replace(JOB, config=short, ranks=4, layout=layout, batch=9, microbatches=9)
-    planned = plan(job)
-    for stage in planned.stages:
+    deep = replace(CONFIG, num_layers=layers)
+    job = replace(JOB, config=deep, ranks=4, layout=layout, batch=9, microbatches=9)
+    for stage in plan(job).stages:
         whole = play(job, stage.rank).record
         assert stage.extrapolated
         tensors = stage.allocated - stage.memory["workspaces"]
         assert tensors == pytest.approx(sum(whole.peak().values()), rel=0.01)
+        seconds = replay(whole, machine("h100-80gb"))
+        assert stage.forward == pytest.approx(seconds.forward, rel=0.01)
+        assert stage.backward == pytest.approx(seconds.backward, rel=0.01)
         assert whole.at_rest()["temporaries"] < 4 * 64 * 128, "weights of the other stage"
 
 

@@ -5,7 +5,7 @@ A deep model is played with few layers of each kind. What a step takes is then a
 the number of layers, and the plan follows it to the true number, if three runs lie on it: the third
 one checks the line that the first two draw. Otherwise the whole model is played. Memory has a line
 for each moment of the step, see Note [Peaks change places]. Microbatches are treated in the same
-way, as a schedule repeats its middle.
+way, as a schedule repeats its middle: what a further one adds is seen at two depths.
 
 Note [Peaks change places]
 Of a shallow model the memory may be most where one unit is reduced, and of a deep one where forward
@@ -230,8 +230,7 @@ def plan(job: Job, gpu: str | Machine = "h100-80gb", *, whole: bool = False) -> 
     """
     at = machine(gpu) if isinstance(gpu, str) else gpu
     pp = job.layout.pp
-    kinds = sorted({0, min(1, pp - 1), pp - 1})
-    planned = [_plan_stage(job, rank, at, whole) for rank in kinds]
+    planned = [_plan_stage(job, rank, at, whole) for rank in _kinds_of_stages(job)]
     stages = tuple(stage for stage, _ in planned)
     worst = max(range(len(stages)), key=lambda place: stages[place].allocated)
     slow = max(stages, key=lambda stage: sum(stage.seconds.values()))
@@ -313,7 +312,7 @@ def _along_layers(
     See Note [Layers that are alike].
     """
     least = 1 if job.layout.pp > 1 else 2
-    passes = _few_passes(job)
+    passes = _few_passes(job, rank)
     sizes = [job.stage_sizes[stage] for stage in job.stages_of(rank)]
     if job.alike and max(sizes) > least + 2:
         points, records = [], []
@@ -331,17 +330,11 @@ def _along_layers(
             whole = _line(points[0], points[1], sum(sizes))
             whole |= {f"memory {name}": nbytes for name, nbytes in peak(sum(sizes)).items()}
             if len(passes) > 1:
-                small = job.with_layers(least)
-                more = numbers(_with_passes(small, passes[1]))
-                several = _line((passes[0], points[0][1]), (passes[1], more), job.microbatches)
-                per_layer = (several[k] / max(v, 1e-30) for k, v in points[0][1].items())
-                ratios = dict(zip(points[0][1], per_layer, strict=True))
-                grows = {key for key in whole if not key.startswith(("memory", "param", "peak"))}
-                whole = {
-                    key: value * ratios[key] if key in grows or ratios[key] > 1.01 else value
-                    for key, value in whole.items()
-                    if key in ratios
-                } | {key: value for key, value in whole.items() if key not in ratios}
+                depths = (job.with_layers(most) for most in (least, least + 1))
+                further = [numbers(_with_passes(small, passes[1])) for small in depths]
+                times = (job.microbatches - passes[0]) / (passes[1] - passes[0])
+                added = _added(points, further, sum(sizes))
+                whole = {k: max(0.0, v + times * added.get(k, 0.0)) for k, v in whole.items()}
             return whole, True
     if len(passes) == 1:
         return numbers(job), False
@@ -349,23 +342,50 @@ def _along_layers(
     return _line(first, second, job.microbatches), True
 
 
+def _added(
+    points: list[tuple[int, Numbers]], further: Sequence[Numbers], layers: int
+) -> dict[str, float]:
+    """What the further passes of two depths add at a third depth.
+
+    It may be each layer's (activations that wait for their backward) or the stage's (received
+    inputs, the head), so one depth would not tell.
+    """
+    (first, shallow), (second, deep) = points[:2]
+    steps = (layers - first) / (second - first)
+    added = {}
+    for key in shallow:
+        less, more = (
+            with_more.get(key, 0.0) - before.get(key, 0.0)
+            for before, with_more in zip((shallow, deep), further, strict=True)
+        )
+        added[key] = less + steps * (more - less)
+    return added
+
+
 def passes_to_play(job: Job) -> int:
     """How many microbatches `plan` plays in all, for three depths of each kind of stage."""
-    kinds, passes = min(3, job.layout.pp), _few_passes(job)
-    return kinds * (3 * passes[0] + sum(passes[1:]))
+    few = [_few_passes(job, rank) for rank in _kinds_of_stages(job)]
+    return sum(3 * passes[0] + 2 * sum(passes[1:]) for passes in few)
 
 
-def _few_passes(job: Job) -> tuple[int, ...]:
+def _kinds_of_stages(job: Job) -> list[int]:
+    """Pipeline ranks that stand for all: the first, one between, and the last."""
+    pp = job.layout.pp
+    return sorted({0, min(1, pp - 1), pp - 1})
+
+
+def _few_passes(job: Job, rank: int) -> tuple[int, ...]:
     """Microbatches to play: all, or two numbers that the others follow from."""
     pp, all_passes = job.layout.pp, job.microbatches
     if pp == 1:
         return (2, 3) if all_passes > 3 else (all_passes,)
     few = max(len(job.stage_sizes), pp) if schedule_kind(job.schedule).v_shape else pp
+    if job.schedule == "1f1b":
+        few = pp - rank  # it has no more of them under way
     # As many passes as stages fill the pipeline. A stage has most in memory only once backwards
-    # and forwards take turns, so the first number has as many again.
-    if all_passes <= 3 * few:
-        return (all_passes,)
-    return (2 * few, 3 * few)
+    # and forwards take turns, so the first number has as many again. Schedules ask for `pp`.
+    first = max(2 * few, pp)
+    return (first, first + few) if all_passes > first + few else (all_passes,)
 
 
 def _with_passes(job: Job, passes: int) -> Job:

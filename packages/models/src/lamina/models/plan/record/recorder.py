@@ -158,7 +158,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made, crosses = category or _maker(), category is None and not _in_backward()
             self._enter(storage, Life(self._now, made, crosses, []))
 
-    def _found(self, tensor: Tensor) -> None:
+    def _know_earlier(self, tensor: Tensor) -> None:
         """Enter a storage that was there before the step, and that nobody has named."""
         storage = self._counted.storage(tensor)
         if storage is not None and not self._knows(storage):
@@ -206,7 +206,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
         for tensor in inputs:
-            self._found(tensor)
+            self._know_earlier(tensor)
         self._event_times.append(time.perf_counter())
         result = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")

@@ -54,9 +54,11 @@ def test_a_plan_counts_each_tensor_of_the_device(
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     planned = json.loads(answer.stdout)
-    for what, near in (("allocated", 0.02), ("reserved", 0.08)):
-        off = planned[f"{what}_bytes"] / planned["device"][what] - 1
-        assert abs(off) < near, (what, off, planned)
+    off = planned["allocated_bytes"] / planned["device"]["allocated"] - 1
+    assert abs(off) < 0.02, (off, planned)
+    # Fragments of so small a model are a large part. Too low a plan would say that a job fits.
+    off = planned["reserved_bytes"] / planned["device"]["reserved"] - 1
+    assert -0.05 < off < 0.15, (off, planned)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -226,3 +226,14 @@ def test_a_block_is_compiled_once_whoever_does_it():
         for function in (make, GPTModel, None)
     ]
     assert peaks[0] == peaks[1] == peaks[2]
+
+
+def test_what_torch_leaves_uncompiled_is_not_planned_as_fused():
+    """Recomputed blocks of experts: routers break the graph, and torch compiles none of it."""
+    config = replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2))
+    job = replace(JOB, config=config, recompute="full")
+    eager, blocks = (plan(replace(job, compiled=kind)) for kind in (False, True))
+    assert blocks.allocated == eager.allocated
+    assert blocks.seconds["other kernels"] == pytest.approx(
+        eager.seconds["other kernels"], rel=0.01
+    )

@@ -201,6 +201,9 @@ def play(
         kind = GraphRecorder if job.compiled else StepRecorder
         with kind(place, playing.states, made, rounded, streams) as recorder:
             playing.step(recorder.mark)
+        # What torch leaves uncompiled in blocks that were given to it is not fused in a run either.
+        given = any("_orig_mod" in module._modules for module in playing.module.modules())
+        recorder.record.fused = recorder.record.fused or given
         return Played(recorder.record, playing.parameters)
 
 

@@ -75,7 +75,8 @@ class Message:
 class StepRecord:
     """What a step was: events are numbered from 0, `end` is the number after the last one.
 
-    `fused` says whether element-wise operators of compiled blocks are noted as their kernels.
+    `fused` says whether element-wise operators are noted as the kernels that a compiler makes of
+    them, where it makes some.
     """
 
     lives: list[Life] = field(default_factory=list)

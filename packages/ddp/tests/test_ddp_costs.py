@@ -221,3 +221,32 @@ def test_a_first_step_makes_moments_once(made, ranks):
         assert moments <= meter.live_bytes() - before < 1.01 * moments
         # A step in blocks has temporaries of some MiB.
         assert meter.peak_live_bytes - before < 1.3 * moments
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_first_step_makes_the_state_that_torch_makes(fused, dtype, ranks):
+    """A count has the default dtype's width, and lies beside the weights where a step is fused."""
+    states = []
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for wraps in (False, True):
+            torch.manual_seed(0)
+            model = nn.Linear(8, 8).to(device_type())
+            optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+            if wraps:
+                config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+                mesh = ParallelLayout().build(device_type())
+                model = DistributedDataParallel(model, config, mesh)
+                optimizer = ShardedOptimizer(optimizer, model, mesh)
+            model(torch.ones(2, 8, device=device_type())).square().mean().backward()
+            optimizer.step()
+            state = optimizer.state_dict()["state"].values()
+            counts = [each["step"] for each in state]
+            states.append([(set(each), float(each["step"])) for each in state])
+            states.append([(count.dtype, count.device.type) for count in counts])
+    finally:
+        torch.set_default_dtype(before)
+    assert states[:2] == states[2:]

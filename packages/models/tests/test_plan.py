@@ -68,6 +68,13 @@ def test_whole_units_are_named_at_the_peak():
     assert memory["gathered units"] >= 2 * layer  # in bf16
 
 
+def test_embeddings_are_looked_up_as_on_a_gpu():
+    """Where their gradient is a tensor of the table's size, and not added into the bucket."""
+    for device, there in (("cuda", True), ("cpu", False)):
+        names = {operation.name for operation in play(JOB, device_type=device).record.operations}
+        assert ("embedding_dense_backward" in names, "index_add_" in names) == (there, not there)
+
+
 def test_a_record_counts_what_products_multiply():
     left, right = torch.ones(3, 5), torch.ones(5, 7)
     heads = torch.ones(1, 2, 8, 4)

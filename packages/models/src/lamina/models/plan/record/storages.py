@@ -53,6 +53,7 @@ class StoragesMade(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def alive(self) -> list[torch.UntypedStorage]:
         """Those that are there now, in the order in which they were made."""
         referred = (reference() for reference in self._made.values())
+        # Not `if storage`: one that was resized to nothing is false, and gets its memory back.
         return [storage for storage in referred if storage is not None]
 
     def __torch_dispatch__(

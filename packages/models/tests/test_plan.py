@@ -30,7 +30,7 @@ from lamina.models.plan.clock import message_seconds, replay
 from lamina.models.plan.command import _parser, layout_of, main
 from lamina.models.plan.constants import Costs, workspaces_of
 from lamina.models.plan.job import play
-from lamina.models.plan.job_plan import peak_at_depth
+from lamina.models.plan.job_plan import peak_at
 from lamina.models.plan.pipeline_clock import pipeline_order, simulate
 from lamina.models.plan.preflight import complaints, switched_off, waits_of, wrong_types
 from lamina.models.plan.record.device_forms import device_forms
@@ -179,16 +179,17 @@ def test_a_deep_model_has_its_peak_at_another_moment_than_shallow_ones():
         for layers in (2, 3, 4)
     ]
     assert [sum(record.peak().values()) for record in records] == [100, 100, 100]
-    assert sum(peak_at_depth(records, 48 - 2).values()) == 10 * 48
+    assert sum(peak_at(records, (), 48 - 2, 0).values()) == 10 * 48
     # A record that is on no line tells nothing.
     records[2].lives.append(Life(0, "weights", False, [(0, 1000)]))
-    assert sum(peak_at_depth(records, 48 - 2).values()) == 0
+    assert sum(peak_at(records, (), 48 - 2, 0).values()) == 0
 
 
 def test_deep_models_follow_the_line_of_shallow_ones():
-    """Played with 2, 3 and 4 layers, and extrapolated to 6; beside all 6."""
-    planned = plan(JOB)
-    whole = play(JOB)
+    """Played with 2, 3 and 4 layers, and extrapolated to 12; beside all 12."""
+    job = replace(JOB, config=replace(CONFIG, num_layers=12))
+    planned = plan(job)
+    whole = play(job)
     assert planned.worst.extrapolated
     workspaces = {"workspaces": workspaces_of(machine("h100-80gb").gpu)}
     assert planned.worst.memory == whole.record.peak() | workspaces
@@ -196,24 +197,72 @@ def test_deep_models_follow_the_line_of_shallow_ones():
     assert planned.worst.sent == dict(whole.record.wire_bytes())
 
 
-@pytest.mark.parametrize("layers", [2, 10])
-def test_a_pipeline_holds_what_its_own_stage_does_however_many_passes_it_makes(layers):
-    """Nine microbatches, planned from four and six of them, in the last stage from two and three.
+SLOW = pytest.mark.slow
+DENSE_FIRST = MoEConfig(num_experts=8, top_k=2, ffn_size=32, first_dense=3)
 
-    Of ten layers each stage plays one and two.
-    """
-    layout = ParallelLayout(pp=2, dp_shard=-1)
-    deep = replace(CONFIG, num_layers=layers)
-    job = replace(JOB, config=deep, ranks=4, layout=layout, batch=9, microbatches=9)
+
+def pipeline_job(layers: int, schedule: str, passes: int, **changes: object) -> Job:
+    """A job on two stages, with changes of the model or of the job."""
+    of_job = {name: changes.pop(name) for name in ("sequence", "recompute") if name in changes}
+    return replace(
+        JOB, config=replace(CONFIG, num_layers=layers, **changes), ranks=4, schedule=schedule,
+        layout=ParallelLayout(pp=2, dp_shard=-1), batch=passes, microbatches=passes, **of_job,
+    )  # fmt: skip
+
+
+LONG = {"sequence": 1024, "recompute": "full", "vocab_size": 32768}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(pipeline_job(2, "1f1b", 14), id="shallow"),
+        pytest.param(pipeline_job(10, "1f1b", 14), id="deep", marks=SLOW),
+        # What waits for backwards grows with layers times microbatches. Few layers with few
+        # microbatches have most where the large embedding is reduced.
+        pytest.param(pipeline_job(8, "gpipe", 12, **LONG), id="all forwards first"),
+        # A rank has the first and the last stage, and those have different numbers of layers.
+        pytest.param(pipeline_job(20, "zbv_zero_bubble", 40), id="uneven stages", marks=SLOW),
+        pytest.param(pipeline_job(20, "1f1b", 14, moe=DENSE_FIRST), id="dense first", marks=SLOW),
+    ],
+)
+def test_a_pipeline_holds_what_its_own_stage_does_however_many_passes_it_makes(job):
+    """Planned from few layers and few microbatches; beside all of them."""
     for stage in plan(job).stages:
-        whole = play(job, stage.rank).record
+        played = play(job, stage.rank)
+        whole, seconds = played.record, replay(played.record, machine("h100-80gb"))
         assert stage.extrapolated
+        assert stage.parameters == pytest.approx(played.parameters, abs=1)
         tensors = stage.allocated - stage.memory["workspaces"]
         assert tensors == pytest.approx(sum(whole.peak().values()), rel=0.01)
-        seconds = replay(whole, machine("h100-80gb"))
         assert stage.forward == pytest.approx(seconds.forward, rel=0.01)
         assert stage.backward == pytest.approx(seconds.backward, rel=0.01)
-        assert whole.at_rest()["temporaries"] < 4 * 64 * 128, "weights of the other stage"
+
+
+def test_a_stage_has_no_weights_of_another_one():
+    for rank in (0, 1):
+        resting = play(pipeline_job(2, "1f1b", 4), rank).record.at_rest()
+        assert resting["temporaries"] < 4 * 64 * 128
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pipeline_job(20, "zbv_zero_bubble", 40),
+        pipeline_job(20, "1f1b", 14, moe=DENSE_FIRST),
+        replace(JOB, config=replace(CONFIG, num_layers=20, moe=DENSE_FIRST)),
+    ],
+    ids=["uneven stages", "dense first", "without a pipeline"],
+)
+def test_a_job_is_on_the_line_of_its_shallow_ones(job):
+    """Of layers of each kind in each of a rank's stages: the straight line leads to the job."""
+    first, second, third = job.shallow(0, least=2)
+    kinds = [[each.layer_kinds[stage] for stage in job.stages_of(0)] for each in (first, second)]
+    low, high = (torch.tensor(kind) for kind in kinds)
+    there = torch.tensor([job.layer_kinds[stage] for stage in job.stages_of(0)])
+    steps = (there - low).sum() / (high - low).sum()
+    torch.testing.assert_close(low + steps * (high - low), there.float())
+    assert third.config.num_layers < job.config.num_layers
 
 
 def test_parameters_and_states_are_those_of_the_model():

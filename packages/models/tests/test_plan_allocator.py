@@ -86,7 +86,7 @@ def test_storages_that_are_resized_take_and_give_back():
 
 def test_a_plan_reserves_what_it_allocates_and_fragments():
     config = TransformerConfig(
-        vocab_size=256, hidden_size=64, num_layers=6, num_heads=4, ffn_size=128
+        vocab_size=256, hidden_size=64, num_layers=10, num_heads=4, ffn_size=128
     )
     job = Job(config=config, ranks=2, batch=2, sequence=64)
     shallow, whole = plan(job), plan(job, whole=True)

@@ -179,7 +179,7 @@ def test_compiled_blocks_multiply_no_more_and_hold_no_more(changes, shard):
 @pytest.mark.parametrize("shard", [None, fsdp2], ids=["lamina", "fsdp2"])
 def test_one_process_plans_compiled_jobs_one_after_another(shard):
     """Graphs of one job, and what a compiler left, are no tensors of the next."""
-    deep = replace(JOB, compiled=True, shard=shard, config=replace(CONFIG, num_layers=5))
+    deep = replace(JOB, compiled=True, shard=shard, config=replace(CONFIG, num_layers=10))
     first = plan(deep)
     assert first.worst.extrapolated
     play(replace(JOB, compiled=True, shard=shard, sequence=512))

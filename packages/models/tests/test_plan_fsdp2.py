@@ -93,7 +93,7 @@ def test_offloaded_activations_are_not_on_the_device():
 
 
 def test_deep_models_follow_from_shallow_ones():
-    deep = replace(JOB, config=replace(CONFIG, num_layers=8))
+    deep = replace(JOB, config=replace(CONFIG, num_layers=10))
     planned, whole = plan(deep), play(deep).record
     assert planned.worst.extrapolated
     tensors = planned.allocated - planned.worst.memory["workspaces"]

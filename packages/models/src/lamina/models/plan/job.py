@@ -144,19 +144,52 @@ class Job:
         sizes, pp = self.stage_sizes, self.layout.pp
         return (0,) if pp == 1 else schedule_kind(self.schedule).stages_of(rank, pp, len(sizes))
 
-    def with_layers(self, most: int) -> Job:
-        """The same with at most so many layers of a kind in each stage."""
-        moe = self.config.moe
-        dense, sizes, start = 0 if moe is None else moe.first_dense, [], 0
+    @property
+    def layer_kinds(self) -> list[tuple[int, int]]:
+        """Of each stage the layers that are dense before experts begin, and all others."""
+        dense = 0 if self.config.moe is None else self.config.moe.first_dense
+        kinds = []
         for size in self.stage_sizes:
-            own = max(0, min(size, dense - start))
-            sizes.append(min(own, most) + min(size - own, most))
-            start += size
+            own = min(size, dense)
+            kinds.append((own, size - own))
+            dense -= own
+        return kinds
+
+    def with_one_layer(self) -> Job:
+        """The same with one layer of a kind in each stage."""
+        return self._with([(min(dense, 1), min(other, 1)) for dense, other in self.layer_kinds])
+
+    def shallow(self, rank: int, least: int) -> list[Job]:
+        """Three jobs with few layers, each with one more than the one before in each deep stage.
+
+        A pipeline rank's deep stages lack as many layers each, all of the kind that a stage has
+        most of, so the job itself is on the line of the three. Stages of other ranks have one layer
+        of a kind. The shallowest stage has `least` layers of its kind. Empty if no stage is deep.
+        """
+        kinds, few = self.layer_kinds, self.with_one_layer().layer_kinds
+        deep = [stage for stage in self.stages_of(rank) if max(kinds[stage]) > least + 2]
+        if not deep:
+            return []
+        for stage in self.stages_of(rank):
+            few[stage] = kinds[stage]
+        missing = min(max(kinds[stage]) for stage in deep) - least
+        jobs = []
+        for fewer in range(missing, missing - 3, -1):
+            for stage in deep:
+                dense, other = kinds[stage]
+                cut = (dense, other - fewer) if other >= dense else (dense - fewer, other)
+                few[stage] = cut
+            jobs.append(self._with(few))
+        return jobs
+
+    def _with(self, kinds: list[tuple[int, int]]) -> Job:
+        """The same with stages of so many dense and other layers."""
+        sizes = tuple(map(sum, kinds))
         changes: dict[str, Any] = {"num_layers": sum(sizes)}
-        if moe is not None:
-            changes["moe"] = replace(moe, first_dense=min(dense, most))
+        if self.config.moe is not None:
+            changes["moe"] = replace(self.config.moe, first_dense=sum(dense for dense, _ in kinds))
         config = replace(self.config, **changes)
-        return replace(self, config=config, stage=tuple(sizes) if self.layout.pp > 1 else None)
+        return replace(self, config=config, stage=sizes if self.layout.pp > 1 else None)
 
     @property
     def alike(self) -> bool:

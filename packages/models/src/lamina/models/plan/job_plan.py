@@ -1,11 +1,13 @@
 """The plan of a job: memory and time of each kind of pipeline stage, and whether it fits.
 
 Note [Layers that are alike]
-A deep model is played with few layers of each kind. What a step takes is then a straight line in
-the number of layers, and the plan follows it to the true number, if three runs lie on it: the third
-one checks the line that the first two draw. Otherwise the whole model is played. Memory has a line
-for each moment of the step, see Note [Peaks change places]. Microbatches are treated in the same
-way, as a schedule repeats its middle: what a further one adds is seen at two depths.
+A deep model is played with few layers, where that is less work than to play it whole. What a step
+takes is then a straight line in the number of layers, and the plan follows it to the true number,
+if three runs lie on it: the third one checks the line that the first two draw. Otherwise the whole
+model is played. Memory has a line for each moment of the step, see Note [Peaks change places].
+Microbatches are treated in the same way, as a schedule repeats its middle. What further ones add is
+seen at two depths, and a third number of them checks it. If it does not hold, few layers are played
+with all microbatches.
 
 Note [Peaks change places]
 Of a shallow model the memory may be most where one unit is reduced, and of a deep one where forward
@@ -15,11 +17,16 @@ model is the highest of them. In layers that are alike memory grows evenly from 
 what counts are the first and the last layer of a pass. A moment is therefore known by its distance
 from the begin or the end of a pass, as long as all records run the same operators there. The third
 record has to be on the line of the first two, or the moment is none.
+
+Microbatches move the peak as well. If a schedule runs all forwards first, what waits for backwards
+grows with layers times microbatches. A shallow model of few microbatches then has its peak in
+another place. More microbatches may be more passes, so a pass is known by how many come before it,
+or by how many come after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -248,19 +255,16 @@ def plan(job: Job, gpu: str | Machine = "h100-80gb", *, whole: bool = False) -> 
 def _plan_stage(
     job: Job, rank: int, at: Machine, whole: bool
 ) -> tuple[StagePlan, tuple[Played, Timing]]:
-    layers = sum(job.stage_sizes[stage] for stage in job.stages_of(rank))
+    layers = _layers_of(job, rank)
     shown: list[tuple[Played, Timing]] = []
 
-    def numbers(smaller: Job) -> Numbers:
+    def run(smaller: Job) -> _Run:
         played = play(smaller, rank)
-        values, timing = _numbers(smaller, played, at)
+        numbers, timing = _numbers(smaller, played, at)
         shown.append((played, timing))
-        return values
+        return _Run(_layers_of(smaller, rank), smaller.microbatches, numbers, played.record)
 
-    if whole:
-        values, extrapolated = numbers(job), False
-    else:
-        values, extrapolated = _along_layers(job, rank, numbers, lambda: shown[-1][0].record)
+    values, extrapolated = (run(job).numbers, False) if whole else _from_few(job, rank, run)
     workspaces = workspaces_of(at.gpu)
     beyond = [
         reserved_for(played.record, workspaces) - sum(played.record.peak().values()) - workspaces
@@ -304,68 +308,110 @@ def _numbers(job: Job, played: Played, at: Machine) -> tuple[Numbers, Timing]:
     return values, timing
 
 
-def _along_layers(
-    job: Job, rank: int, numbers: Callable[[Job], Numbers], last: Callable[[], StepRecord]
-) -> tuple[Numbers, bool]:
-    """The numbers of a rank's layers, and whether they were not played; `last` is the last record.
+@dataclass(frozen=True)
+class _Run:
+    """What came of a stage that was played with so many layers and microbatches."""
+
+    layers: int
+    microbatches: int
+    numbers: Numbers
+    record: StepRecord
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of a stage that deeper ones, and ones of more microbatches, follow from.
+
+    Attributes:
+        deeper: of three depths, each as many layers deeper than the one before.
+        longer: of more microbatches at the first depth and at the second, and of as many more again
+            at the first. None where `deeper` has all microbatches.
+    """
+
+    deeper: Sequence[_Run]
+    longer: Sequence[_Run] = ()
+
+    def at(self, layers: int, microbatches: int) -> Numbers:
+        """The numbers of so many layers and microbatches."""
+        shallow, deep, *_ = self.deeper
+        steps = (layers - shallow.layers) / (deep.layers - shallow.layers)
+        times, corners = 0.0, [shallow, deep]
+        if self.longer:
+            corners += self.longer[:2]
+            further = self.longer[0].microbatches - shallow.microbatches
+            times = (microbatches - shallow.microbatches) / further
+        numbers = _mixed([run.numbers for run in corners], _weights(steps, times))
+        deeper, longer = ([run.record for run in runs] for runs in (self.deeper, self.longer))
+        memory = peak_at(deeper, longer, steps, times)
+        numbers |= {f"memory {name}": nbytes for name, nbytes in memory.items()}
+        return numbers | {"peak": sum(memory.values())}
+
+    def predict(self, run: _Run) -> bool:
+        """Whether a run that was played has the numbers that follow for it."""
+        guess = self.at(run.layers, run.microbatches)
+        return all(
+            abs(guess[key] - run.numbers[key]) <= _EXACT * max(run.numbers[key], 1.0)
+            for key in ("peak", "parameters", "flops")
+        )
+
+
+def _from_few(job: Job, rank: int, run: Callable[[Job], _Run]) -> tuple[Numbers, bool]:
+    """The numbers of a rank's stages, and whether fewer layers or microbatches were played.
 
     See Note [Layers that are alike].
     """
     least = 1 if job.layout.pp > 1 else 2
-    passes = _few_passes(job, rank)
-    sizes = [job.stage_sizes[stage] for stage in job.stages_of(rank)]
-    if job.alike and max(sizes) > least + 2:
-        points, records = [], []
-        for most in (least, least + 1, least + 2):
-            smaller = job.with_layers(most)
-            layers = sum(smaller.stage_sizes[stage] for stage in smaller.stages_of(rank))
-            points.append((layers, numbers(_with_passes(smaller, passes[0]))))
-            records.append(last())
-
-        def peak(layers: int) -> dict[str, float]:
-            steps = (layers - points[0][0]) / (points[1][0] - points[0][0])
-            return peak_at_depth(records, steps)
-
-        if _on_a_line(points, sum(peak(points[2][0]).values())):
-            whole = _line(points[0], points[1], sum(sizes))
-            whole |= {f"memory {name}": nbytes for name, nbytes in peak(sum(sizes)).items()}
-            if len(passes) > 1:
-                depths = (job.with_layers(most) for most in (least, least + 1))
-                further = [numbers(_with_passes(small, passes[1])) for small in depths]
-                times = (job.microbatches - passes[0]) / (passes[1] - passes[0])
-                added = _added(points, further, sum(sizes))
-                whole = {k: max(0.0, v + times * added.get(k, 0.0)) for k, v in whole.items()}
-            return whole, True
-    if len(passes) == 1:
-        return numbers(job), False
-    first, second = ((n, numbers(_with_passes(job, n))) for n in passes)
-    return _line(first, second, job.microbatches), True
+    first, second, third = _few_passes(job, rank)
+    every, layers = job.microbatches, _layers_of(job, rank)
+    depths = job.shallow(rank, least) if job.alike else []
+    sizes = [_layers_of(depth, rank) for depth in depths]
+    if depths and sum(sizes) < layers:
+        few = sum(sizes) * first + sum(sizes[:2]) * second + sizes[0] * third
+        all_passes = few >= sum(sizes) * every  # they take no longer
+        n = every if all_passes else first
+        runs = _Runs([run(_with_passes(depth, n)) for depth in depths])
+        if runs.predict(runs.deeper[2]):
+            if not all_passes:
+                more = ((0, second), (1, second), (0, third))
+                runs = replace(runs, longer=[run(_with_passes(depths[d], n)) for d, n in more])
+                if not runs.predict(runs.longer[2]):
+                    runs = _Runs([run(depth) for depth in depths])
+            return runs.at(layers, every), True
+    if first + second >= every:
+        return run(job).numbers, False
+    low, high = (run(_with_passes(job, n)).numbers for n in (first, second))
+    times = (every - first) / (second - first)
+    return _mixed([low, high], (1 - times, times)), True
 
 
-def _added(
-    points: list[tuple[int, Numbers]], further: Sequence[Numbers], layers: int
-) -> dict[str, float]:
-    """What the further passes of two depths add at a third depth.
+def _weights(steps: float, times: float) -> tuple[float, ...]:
+    """How much of each corner there is, so many steps and times away from the first one.
 
-    It may be each layer's (activations that wait for their backward) or the stage's (received
-    inputs, the head), so one depth would not tell.
+    The corners are the first depth and the second, and both again with more microbatches.
     """
-    (first, shallow), (second, deep) = points[:2]
-    steps = (layers - first) / (second - first)
-    added = {}
-    for key in shallow:
-        less, more = (
-            with_more.get(key, 0.0) - before.get(key, 0.0)
-            for before, with_more in zip((shallow, deep), further, strict=True)
-        )
-        added[key] = less + steps * (more - less)
-    return added
+    return (1 - steps) * (1 - times), steps * (1 - times), (1 - steps) * times, steps * times
+
+
+def _mixed(corners: Sequence[Mapping[str, float]], weights: Sequence[float]) -> Numbers:
+    """So much of each corner's numbers, none of them below zero."""
+    keys = dict.fromkeys(key for each in corners for key in each)  # the same order in every run
+    return {
+        key: max(0.0, sum(w * c.get(key, 0) for w, c in zip(weights, corners, strict=False)))
+        for key in keys
+    }
+
+
+def _layers_of(job: Job, rank: int) -> int:
+    return sum(job.stage_sizes[stage] for stage in job.stages_of(rank))
 
 
 def passes_to_play(job: Job) -> int:
     """How many microbatches `plan` plays in all, for three depths of each kind of stage."""
-    few = [_few_passes(job, rank) for rank in _kinds_of_stages(job)]
-    return sum(3 * passes[0] + 2 * sum(passes[1:]) for passes in few)
+    total = 0
+    for rank in _kinds_of_stages(job):
+        first, second, third = _few_passes(job, rank)
+        total += min(3 * first + 2 * second + third, 3 * job.microbatches)
+    return total
 
 
 def _kinds_of_stages(job: Job) -> list[int]:
@@ -374,68 +420,54 @@ def _kinds_of_stages(job: Job) -> list[int]:
     return sorted({0, min(1, pp - 1), pp - 1})
 
 
-def _few_passes(job: Job, rank: int) -> tuple[int, ...]:
-    """Microbatches to play: all, or two numbers that the others follow from."""
-    pp, all_passes = job.layout.pp, job.microbatches
-    if pp == 1:
-        return (2, 3) if all_passes > 3 else (all_passes,)
-    few = max(len(job.stage_sizes), pp) if schedule_kind(job.schedule).v_shape else pp
+def _few_passes(job: Job, rank: int) -> tuple[int, int, int]:
+    """Three numbers of microbatches that others follow from, each by as many more."""
+    pp = job.layout.pp
+    several = len(job.stages_of(rank)) > 1
+    step = max(len(job.stage_sizes), pp) if schedule_kind(job.schedule).v_shape else pp
     if job.schedule == "1f1b":
-        few = pp - rank  # it has no more of them under way
-    # As many passes as stages fill the pipeline. A stage has most in memory only once backwards
-    # and forwards take turns, so the first number has as many again. Schedules ask for `pp`.
-    first = max(2 * few, pp)
-    return (first, first + few) if all_passes > first + few else (all_passes,)
+        step = pp - rank  # it has no more of them under way
+    # A schedule with several stages to a rank asks for multiples of `pp`. A step that is shorter
+    # than what is under way at the end would take the end of the schedule for its middle.
+    first = 2 * step if several else max(step + 2, pp)
+    return first, first + step, first + 2 * step
 
 
 def _with_passes(job: Job, passes: int) -> Job:
     return replace(job, microbatches=passes, batch=job.batch // job.microbatches * passes)
 
 
-def _line(first: tuple[int, Numbers], second: tuple[int, Numbers], at: int) -> Numbers:
-    """The numbers at a place of the line through two points."""
-    (x, start), (end, values) = first, second
-    keys = dict.fromkeys((*start, *values))  # in an order that is the same in every run
-    steps = (at - x) / max(end - x, 1)
-    return {
-        key: max(0.0, start.get(key, 0) + steps * (values.get(key, 0) - start.get(key, 0)))
-        for key in keys
-    }
-
-
-def _on_a_line(points: list[tuple[int, Numbers]], peak: float) -> bool:
-    """Whether the third run has the peak that is guessed, and is on the line of the others."""
-    first, second, third = points
-    guess = _line(first, second, third[0]) | {"peak": peak}
-    return all(
-        abs(guess[key] - third[1][key]) <= _EXACT * max(third[1][key], 1.0)
-        for key in ("peak", "parameters", "flops")
-    )
-
-
 # ------------------------------------------------------------------------------ more layers
 
 
-def peak_at_depth(records: Sequence[StepRecord], steps: float) -> dict[str, float]:
-    """Bytes by category at the peak of a model that has more layers.
+def peak_at(
+    deeper: Sequence[StepRecord],
+    longer: Sequence[StepRecord],
+    steps: float,
+    times: float,
+) -> dict[str, float]:
+    """Bytes by category at the peak of a model that has more layers and microbatches.
 
-    Of three records the second and the third have one step more layers than the one before, and the
-    model has `steps` such steps more than the first. See Note [Peaks change places].
+    The model has `steps` times as many layers more than the first record as the second one has,
+    and `times` as many further microbatches as the first of `longer`. See `_Runs` for the records,
+    and Note [Peaks change places].
     """
+    records = (*deeper, *longer)
     memory = [_at_each_event(record) for record in records]
-    best = dict.fromkeys(CATEGORIES, 0.0)
+    totals = [[sum(now.values()) for now in each] for each in memory]
+    lines = [(0, 1, 2, steps)] + ([(0, 3, 5, times)] if longer else [])
+    corners = (0, 1, 3, 4) if longer else (0, 1)
+    weights = _weights(steps, times)
+    most, best = 0.0, list[int]()
     for places in _same_moments(records):
-        low, high, third = (each[at] for each, at in zip(memory, places, strict=True))
-        expected = 2 * sum(high.values()) - sum(low.values())
-        if abs(sum(third.values()) - expected) > _EXACT * expected:
-            continue
-        grown = {
-            name: max(0.0, low.get(name, 0) + steps * (high.get(name, 0) - low.get(name, 0)))
-            for name in CATEGORIES
-        }
-        if sum(grown.values()) > sum(best.values()):
-            best = grown
-    return best
+        here = [each[at] for each, at in zip(totals, places, strict=True)]
+        total = sum(w * here[corner] for w, corner in zip(weights, corners, strict=False))
+        # A line that is bent a little leads far away in many steps.
+        bent = (abs(here[c] - 2 * here[b] + here[a]) * max(n, 1.0) for a, b, c, n in lines)
+        if total > most and max(bent) <= _EXACT * total:
+            most, best = total, places
+    peak = [memory[corner][best[corner]] for corner in corners] if best else []
+    return dict.fromkeys(CATEGORIES, 0.0) | _mixed(peak, weights)
 
 
 def _at_each_event(record: StepRecord) -> list[dict[str, int]]:
@@ -451,9 +483,11 @@ def _same_moments(records: Sequence[StepRecord]) -> Iterator[list[int]]:
     """Events of all records that are as far from the begin, or from the end, of the same pass."""
     names = [_operators(record) for record in records]
     passes = [_passes(record) for record in records]
-    if len(set(map(len, passes))) > 1:
-        return
-    for bounds in zip(*passes, strict=True):
+    common = min(map(len, passes))
+    pairs = list(zip(*(each[:common] for each in passes), strict=True))
+    if max(map(len, passes)) > common:
+        pairs += zip(*(each[-common:] for each in passes), strict=True)
+    for bounds in pairs:
         shortest = min(end - begin for begin, end in bounds)
         for from_end in (False, True):
             edges = [bound[from_end] for bound in bounds]
@@ -476,9 +510,9 @@ def _operators(record: StepRecord) -> Sequence[str]:
 
 def _passes(record: StepRecord) -> list[tuple[int, int]]:
     """Where each forward, each backward and the update begin and end."""
-    begins, before = [0], False
+    begins, before = [0], 0
     for operation in record.operations:
-        if operation.backward != before:
+        if operation.backward != before:  # each backward is a pass of its own
             begins.append(operation.at)
             before = operation.backward
     begins = sorted({*begins, *(at for at, _ in record.marks)})

@@ -24,7 +24,7 @@ def pipeline_order(job: Job) -> dict[int, list[Action]]:
         }
     if job.schedule == "1f1b":  # torch 2.13 tells another order here than the one it runs
         return {rank: list(_one_forward_one_backward(rank, ranks, passes)) for rank in range(ranks)}
-    with program(job.with_layers(1), 0, torch.device("meta")) as playing:
+    with program(job.with_one_layer(), 0, torch.device("meta")) as playing:
         shown: Mapping[int, Sequence[Any]] = playing.module.schedule.pipeline_order  # type: ignore[union-attr, assignment]
         return {rank: list(_flat(actions)) for rank, actions in shown.items()}
 

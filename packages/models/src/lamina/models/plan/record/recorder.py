@@ -100,6 +100,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._streams = Streams() if streams is None else streams
         self._posted: list[Posted] = []
         self._notes = True
+        self._backwards, self._backward = 0, 0
 
     # -- the step's phases --------------------------------------------------------------------
 
@@ -200,6 +201,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(takes_operators_apart, types)):
             return NotImplemented  # the subclass goes first; its operators come back here
         kwargs = kwargs or {}
+        self._follow_backwards()
         fake = any(issubclass(kind, FakeTensor) for kind in types)
         asks = func._schema.name in _QUESTIONS
         if not self._notes or (fake and self._counted.fake is None) or asks:
@@ -222,11 +224,22 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if len(self.record.lives) > known:  # memory is most where some is taken
                     self._poll()
                 cost = cost_of(func._schema, args, kwargs, results, inputs)
-                self.record.operations.append(Operation(name, self._now - 1, _in_backward(), *cost))
+                self.record.operations.append(Operation(name, self._now - 1, self._backward, *cost))
         else:
             for tensor in results:
                 self._know(tensor)
         return result
+
+    def _follow_backwards(self) -> None:
+        """Count backwards. One that begins inside another is a part of it.
+
+        Of two that follow each other in a pipeline the first one's messages come between them.
+        """
+        if not _in_backward():
+            self._backward = 0
+        elif not self._backward:
+            self._backwards += 1
+            self._backward = self._backwards
 
     @contextmanager
     def unnoted(self) -> Iterator[None]:
@@ -245,7 +258,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._know(tensor)
         self._poll()
         nbytes = nbytes_of([*results, *inputs])
-        self.record.operations.append(Operation(name, self._now - 1, _in_backward(), 0.0, nbytes))
+        self.record.operations.append(Operation(name, self._now - 1, self._backward, 0.0, nbytes))
 
     # -- messages -----------------------------------------------------------------------------
 

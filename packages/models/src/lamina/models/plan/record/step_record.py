@@ -36,13 +36,14 @@ class Life:
 class Operation:
     """An operator: its name, products (two operations for each multiplication) and bytes moved.
 
-    `at` is its place among all events, `shape` the number, rows, columns and inner length of
+    `at` is its place among all events, `backward` the number of the backward that it runs in,
+    counted from 1, and 0 outside of them. `shape` is the number, rows, columns and inner length of
     products, `width` the bytes of a product's elements.
     """
 
     name: str
     at: int
-    backward: bool
+    backward: int
     flops: float
     nbytes: int
     shape: tuple[int, ...] = ()

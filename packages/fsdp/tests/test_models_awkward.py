@@ -339,6 +339,67 @@ def test_large_embeddings_and_heads_are_units_of_their_own(ranks):
     tokens_loss(named, ranks.rank, 0).backward()
 
 
+class Condition(nn.Module):
+    """What a block is conditioned on, as the embeddings of time in diffusers' DiT."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x).tanh()
+
+
+class Conditioned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.condition, self.outer = Condition(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.outer(x) * self.condition(x)
+
+
+class Reaching(nn.Module):
+    """Its forward calls a block's part (DiT), a block's forward (timm's HRNet), or all at once."""
+
+    def __init__(self, reach):
+        super().__init__()
+        self.blocks = nn.ModuleList(Conditioned() for _ in range(2))
+        self.ends = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.reach = reach
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        x = self.blocks[1].forward(x) if self.reach == "forward" else self.blocks[1](x)
+        return self.ends(x) + (self.blocks[0].condition(x) if self.reach == "part" else 0)
+
+
+def reaching_loss(model, rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(3, 8, generator=generator)).square().mean()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("reach", "units"), [("part", [Conditioned, Condition]), ("forward", [])]
+)
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+def test_what_a_forward_reaches_inside_a_unit_can_be_a_unit(reach, units, strategy, ranks):
+    """Otherwise the read is refused, and the message says what to choose."""
+    found = fully_shard(Reaching(reach), zero_dp_strategy=strategy)
+    with pytest.raises(NotImplementedError, match=r"(?s)not its \.forward.*fsdp_unit_modules"):
+        reaching_loss(found, ranks.rank, 0)
+    check(lambda: Reaching(reach), reaching_loss, ranks, strategy, units)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+def test_a_method_of_a_model_that_reads_weights_names_the_call_to_make(strategy, ranks):
+    model = fully_shard(OddNet(), zero_dp_strategy=strategy)
+    with pytest.raises(NotImplementedError, match=r"register_forward_method\(module, name\)"):
+        model.temperature.expand(3, -1)
+
+
 @pytest.mark.parametrize("rows", [20, 40, 60, 80])
 def test_what_the_roots_unit_holds_through_the_step_is_less_than_half_a_block(rows):
     """An embedding and a head of `rows`, beside blocks of 128 rows."""

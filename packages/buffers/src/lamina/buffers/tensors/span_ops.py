@@ -24,8 +24,9 @@ _FOREACH = frozenset(
 _FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
 
 _UNIT = (
-    "In a model's forward a weight is whole while the unit that holds it runs: call its module, or "
-    "choose the units (fsdp_unit_modules) so that whoever reads it is in the same one"
+    "In a model a weight is whole while the unit that holds it runs: call that module itself, and "
+    "not its .forward; before you call another method of it, register_forward_method(module, name); "
+    "or choose the units (fsdp_unit_modules) so that what you call, or what reads the weight, is one"
 )
 _INSTEAD = {
     "random": "a span's draws would differ from the whole tensor's, and ranks with one seed would "
@@ -34,7 +35,8 @@ _INSTEAD = {
     f"parameters (call the module). {_UNIT}",
     "index": "an index names elements that other ranks may hold: use .full_tensor()[...], or "
     f".to_local() with .start and .stop. {_UNIT}",
-    "other": "use .full_tensor() for the whole (collective), or .to_local() for this rank's span",
+    "other": "use .full_tensor() for the whole (collective), or .to_local() for this rank's span. "
+    f"{_UNIT}",
 }
 _TRANSPOSE = frozenset({"t", "transpose", "permute", "numpy_T"})  # what F.linear does first
 _MATRIX = ("mm", "matmul", "addmm", "bmm", "linear", "conv", "embedding", "einsum", "addmv", "mv")

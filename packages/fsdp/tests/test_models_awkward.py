@@ -1,6 +1,8 @@
 """Modules used in awkward ways. Each compares parameters with plain PyTorch in one process."""
 
+import copy
 import dataclasses
+import operator
 import types
 from typing import Any
 
@@ -19,6 +21,7 @@ from .module_parity import (
     compare,
     one_process,
     plain_loss,
+    sgd,
     shard,
     train,
 )
@@ -380,9 +383,7 @@ def reaching_loss(model, rank, step):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("reach", "units"), [("part", [Conditioned, Condition]), ("forward", [])]
-)
+@pytest.mark.parametrize(("reach", "units"), [("part", [Conditioned, Condition]), ("forward", [])])
 @pytest.mark.parametrize("strategy", [1, 2, 3])
 def test_what_a_forward_reaches_inside_a_unit_can_be_a_unit(reach, units, strategy, ranks):
     """Otherwise the read is refused, and the message says what to choose."""
@@ -415,3 +416,60 @@ def test_what_the_roots_unit_holds_through_the_step_is_less_than_half_a_block(ro
     sizes = [sum(ref.parameter.numel() for ref in unit.refs) for unit in (root, *units)]
     assert sizes[0] < sum(p.numel() for p in blocks[0].parameters()) / 2
     assert sum(sizes) == sum(p.numel() for p in model.parameters())
+
+
+# -- teachers, which are frozen -------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("strategy", "frozen"),
+    [(1, "afterwards"), (2, "afterwards"), (3, "afterwards"), (3, "before it is sharded")],
+)
+def test_a_frozen_model_is_at_rest_after_a_forward_with_gradients_on(frozen, strategy, ranks):
+    """No backward comes to it. A moving average reads its parameters next, beside the student's."""
+    student, optimizer = shard(OddNet, strategy)
+    if frozen == "afterwards":
+        teacher = copy.deepcopy(student).requires_grad_(False)
+    else:
+        teacher = fully_shard(
+            build(OddNet).requires_grad_(False),
+            fsdp_unit_modules=[Block],
+            zero_dp_strategy=strategy,
+        )
+    plain, averaged = build(OddNet), build(OddNet)
+    plain_optimizer = sgd(plain)
+    resting = list(teacher.parameters())
+    for step in range(STEPS):
+        x = inputs(student, 10 * step + ranks.rank)
+        (student(x) - teacher(x).detach()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(map(operator.is_, teacher.parameters(), resting)), "it waits"
+        assert strategy < 3 or not any(unit.live_bytes for unit in teacher.sharding_engine.units)
+        losses = (
+            (plain(x) - averaged(x).detach()).square().mean() / 2
+            for x in (inputs(plain, 10 * step + rank) for rank in range(2))
+        )
+        sum(losses).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        with torch.no_grad():
+            for model, average in ((student, teacher), (plain, averaged)):
+                for new, mean in zip(model.parameters(), average.parameters(), strict=True):
+                    mean.lerp_(new.detach(), 0.25)
+    compare(student, plain)
+    compare(teacher, averaged)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+def test_gradients_come_through_a_model_that_was_frozen_since(strategy, ranks):
+    """As of a perceptual loss, or a generator's loss by a frozen critic."""
+    model, _ = shard(OddNet, strategy)
+    model.requires_grad_(False)
+    x = inputs(model, ranks.rank).requires_grad_()
+    plain_x = x.detach().clone().requires_grad_()
+    model(x).square().sum().backward()
+    build(OddNet)(plain_x).square().sum().backward()
+    torch.testing.assert_close(x.grad, plain_x.grad)

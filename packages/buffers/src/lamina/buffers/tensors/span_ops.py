@@ -25,8 +25,8 @@ _FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adag
 
 _UNIT = (
     "In a model a weight is whole while the unit that holds it runs: call that module itself, and "
-    "not its .forward; before you call another method of it, register_forward_method(module, name); "
-    "or choose the units (fsdp_unit_modules) so that what you call, or what reads the weight, is one"
+    "not its .forward; before calling another method of it, register_forward_method(module, name); "
+    "or choose the units (fsdp_unit_modules) so that what is called, or reads the weight, is one"
 )
 _INSTEAD = {
     "random": "a span's draws would differ from the whole tensor's, and ranks with one seed would "
@@ -185,7 +185,8 @@ def _unplaced(func: OpOverload, value: torch.Tensor, spec: SpanSpec) -> ValueErr
         f"{func}: a plain tensor of shape {list(value.shape)} meets a ShardedTensor of shape "
         f"{list(spec.shape)}, of which this rank holds {spec.start}..{spec.stop}: which of its "
         "elements belong here is not known. Use a Python scalar or a tensor of one element, make "
-        "the operand a ShardedTensor (torch.zeros_like(t).copy_(whole)), or work on .to_local()"
+        "the operand a ShardedTensor (torch.zeros_like(t).copy_(whole)), take the whole of this "
+        "one (.full_tensor(), collective), or work on .to_local()"
     )
 
 

@@ -448,8 +448,11 @@ class Engine:
         written = [group.begin_forward() for group in self.reducer.groups]  # all of them look
         return any(written)
 
-    def after_forward(self, unit: Unit, member: int = 0) -> None:
-        """A unit's module has run: release it, unless backward or others of its own need it."""
+    def after_forward(self, unit: Unit, member: int = 0, *, marked: bool = True) -> None:
+        """A unit's module has run: release it, unless backward or others of its own need it.
+
+        `marked`: gradients can come back through what it returned.
+        """
         if unit.forward.open is not None:
             unit.forward.end()
         if unit in self._computing:
@@ -460,6 +463,8 @@ class Engine:
         training = torch.is_grad_enabled()
         complete = unit.calls.members == 1 or unit.calls.member_ran(member)
         if unit is self.root:
+            # No backward will come to a teacher, whose parameters are all frozen.
+            training = training and (marked or any(group.trains for group in self.groups))
             self._end_forward(training)
             # Its backward is the last one. But modules between units may read its weights first.
             if unit.reshard_after_forward and (training or not self._all_whole):

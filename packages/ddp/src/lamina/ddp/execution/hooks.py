@@ -214,11 +214,11 @@ class UnitHooks:
         if training and engine.reducer.phase is not BACKWARD:
             if marked and unit.calls.members > 1:  # each member has one
                 unit.calls.expect_member(self.member)
-            elif not marked and any(group.requires_grad for group in unit.groups):
+            elif not marked and any(group.trains for group in unit.groups):
                 unit.calls.expect_unannounced()
         if unit.dress is not None:
             unit.dress.hide()
-        engine.after_forward(unit, self.member)
+        engine.after_forward(unit, self.member, marked=marked)
         if (dtype := self._output_dtype) is None:
             return output
         return map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -207,6 +207,11 @@ class ParameterGroup:
         return self.gradients is not None
 
     @property
+    def trains(self) -> bool:
+        """Whether any of the parameters wants a gradient at present: they may have been frozen."""
+        return self.requires_grad and any(main.requires_grad for main in self.main_parameters)
+
+    @property
     def device(self) -> torch.device:
         """Where whole weights and gradients are computed with."""
         return self.weights.full.device

@@ -455,6 +455,7 @@ def peak_at(
     records = (*deeper, *longer)
     memory = [_at_each_event(record) for record in records]
     totals = [[sum(now.values()) for now in each] for each in memory]
+    # Of each line: the two records that draw it, the one that checks it, and how far it leads.
     lines = [(0, 1, 2, steps)] + ([(0, 3, 5, times)] if longer else [])
     corners = (0, 1, 3, 4) if longer else (0, 1)
     weights = _weights(steps, times)

@@ -176,7 +176,10 @@ def test_compiled_blocks_multiply_no_more_and_hold_no_more(changes, shard):
     assert moved[1] < moved[0]
 
 
-@pytest.mark.parametrize("shard", [None, fsdp2], ids=["lamina", "fsdp2"])
+@pytest.mark.parametrize(
+    "shard",
+    [pytest.param(None, id="lamina"), pytest.param(fsdp2, id="fsdp2", marks=pytest.mark.slow)],
+)
 def test_one_process_plans_compiled_jobs_one_after_another(shard):
     """Graphs of one job, and what a compiler left, are no tensors of the next."""
     deep = replace(JOB, compiled=True, shard=shard, config=replace(CONFIG, num_layers=10))

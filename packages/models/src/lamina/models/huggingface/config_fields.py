@@ -91,6 +91,10 @@ def refuse_other_classes(kind: str, source: Mapping[str, Any]) -> None:
         )
 
 
+class MissingFieldError(ValueError):
+    """A `config.json` has not got a field that its type needs."""
+
+
 class ConfigFields(Mapping[str, Any]):
     """The contents of a `config.json`, which notes what is read of them.
 
@@ -108,7 +112,7 @@ class ConfigFields(Mapping[str, Any]):
         if value is None and self._survey:
             return 1
         if value is None:
-            raise ValueError(
+            raise MissingFieldError(
                 f"config.json has no {name!r}, which a model of model_type "
                 f"{self._source.get('model_type')!r} needs: is model_type right?"
             )

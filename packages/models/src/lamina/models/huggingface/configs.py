@@ -16,6 +16,7 @@ from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.huggingface.config_fields import (
     AS_IT_IS,
     ConfigFields,
+    MissingFieldError,
     refuse_other_classes,
     shortened,
 )
@@ -257,14 +258,17 @@ def _beyond_known(source: Mapping[str, Any]) -> str:
         missing = ConfigFields(features).unread(other.names_read)
         wrong = {n for n, only in other.refused.items() if features.get(n, only) != only}
         pieces[other.name] = missing + [f"{name}={features[name]!r}" for name in sorted(wrong)]
-    nearest = min(pieces, key=lambda kind: len(pieces[kind]))
-    if not pieces[nearest]:
+    for nearest in sorted(pieces, key=lambda kind: len(pieces[kind])):
+        if pieces[nearest]:
+            return f"The nearest is {nearest}, which lacks {shortened(pieces[nearest])}"
         try:
             _read({**source, "model_type": nearest, "architectures": None}, own)
+        except MissingFieldError:
+            continue  # it reads all that is there, and needs more
         except ValueError as error:
             return f"The nearest is {nearest}, for which {error}"
         return f"Its config.json is like that of {nearest}, so its code must differ"
-    return f"The nearest is {nearest}, which lacks {shortened(pieces[nearest])}"
+    return "All known types need fields that it has not got"
 
 
 def _derived(config: TransformerConfig, source: Mapping[str, Any]) -> dict[str, Any]:

@@ -473,3 +473,33 @@ def test_gradients_come_through_a_model_that_was_frozen_since(strategy, ranks):
     model(x).square().sum().backward()
     build(OddNet)(plain_x).square().sum().backward()
     torch.testing.assert_close(x.grad, plain_x.grad)
+
+
+class Features(OddNet):
+    """Says what it saw, without a graph; the features lie in an attribute."""
+
+    def forward(self, x):
+        self.features = self.enter(x + getattr(self, "prompt", 0))
+        for block in self.blocks:
+            self.features = block(self.features)
+        self.features = self.features @ self.leave.weight.t()
+        return self.features.detach()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+@pytest.mark.parametrize("wanted", ["of the input", "of a tensor that is no parameter"])
+def test_gradients_come_through_features_of_a_frozen_model(wanted, strategy, ranks):
+    """The forward returns no graph, so the outputs do not say that a backward will come."""
+    sharded = build(Features).requires_grad_(False)
+    model = fully_shard(sharded, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    plain, gradients = build(Features), []
+    for features, call in ((sharded, model), (plain, plain)):
+        x = inputs(plain, ranks.rank)
+        given = x.requires_grad_() if wanted == "of the input" else torch.zeros(5).requires_grad_()
+        if given is not x:
+            features.prompt = given
+        call(x)
+        features.features.square().sum().backward()
+        gradients.append(given.grad)
+    torch.testing.assert_close(*gradients)

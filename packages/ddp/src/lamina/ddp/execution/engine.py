@@ -463,8 +463,10 @@ class Engine:
         training = torch.is_grad_enabled()
         complete = unit.calls.members == 1 or unit.calls.member_ran(member)
         if unit is self.root:
-            # No backward will come to a teacher, whose parameters are all frozen.
-            training = training and (marked or any(group.trains for group in self.groups))
+            # No backward will come to a teacher, whose parameters are all frozen, unless gradients
+            # of something else are wanted: by features, say, that a hook has kept.
+            comes_back = marked or any(each.calls.hands_gradients_on for each in self.units)
+            training = training and (comes_back or any(group.trains for group in self.groups))
             self._end_forward(training)
             # Its backward is the last one. But modules between units may read its weights first.
             if unit.reshard_after_forward and (training or not self._all_whole):

@@ -194,6 +194,11 @@ class UnitCalls:
         """Whether some forward's backward has not run yet, or may be yet to come."""
         return self._without_grad > 1 or self._ends_unseen or bool(self._pending or self._coming)
 
+    @property
+    def hands_gradients_on(self) -> bool:
+        """Whether some call, whose backward has not run yet, had inputs that need gradients."""
+        return bool(self._pending)
+
 
 class Unit:
     """Parameters that are gathered and given back together.

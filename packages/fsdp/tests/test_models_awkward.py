@@ -503,3 +503,51 @@ def test_gradients_come_through_features_of_a_frozen_model(wanted, strategy, ran
         features.features.square().sum().backward()
         gradients.append(given.grad)
     torch.testing.assert_close(*gradients)
+
+
+class Silent(nn.Module):
+    """Leaves its result in the object that it was given, or in itself, and returns nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x):
+        given, read = isinstance(x, types.SimpleNamespace), getattr(x, "value", x)
+        self.kept = self.linear(read).tanh()
+        if given:
+            x.value = self.kept
+
+
+class OfSilent(nn.Module):
+    def __init__(self, objects):
+        super().__init__()
+        self.enter, self.objects = nn.Linear(5, 5), objects
+        self.blocks = nn.ModuleList(Silent() for _ in range(3))
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            block(types.SimpleNamespace(value=x) if self.objects else x)
+            x = block.kept
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("objects", [False, True])
+@pytest.mark.parametrize("frozen", ["before it is sharded", "afterwards", "one block"])
+def test_gradients_come_through_frozen_units_that_return_nothing(frozen, objects, ranks):
+    model = build(lambda: OfSilent(objects))
+    if frozen != "afterwards":
+        (model if frozen != "one block" else model.blocks[1]).requires_grad_(False)
+    model = fully_shard(model, fsdp_unit_modules=[Silent])
+    if frozen == "afterwards":
+        model.requires_grad_(False)
+    plain = build(lambda: OfSilent(objects))
+    for _ in range(2):
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(ranks.rank)).requires_grad_()
+        plain_x = x.detach().clone().requires_grad_()
+        model(x).square().sum().backward()
+        plain(plain_x).square().sum().backward()
+        torch.testing.assert_close(x.grad, plain_x.grad)
+        assert not any(unit.live_bytes for unit in model.sharding_engine.units)

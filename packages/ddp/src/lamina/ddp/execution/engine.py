@@ -465,8 +465,12 @@ class Engine:
         if unit is self.root:
             # No backward will come to a teacher, whose parameters are all frozen, unless gradients
             # of something else are wanted: by features, say, that a hook has kept.
-            comes_back = marked or any(each.calls.hands_gradients_on for each in self.units)
-            training = training and (comes_back or any(group.trains for group in self.groups))
+            calls = [each.calls for each in self.units]
+            unseen = any(each.hands_gradients_on or each.come_back_unannounced for each in calls)
+            comes_back = marked or unseen
+            training = training and (
+                comes_back or any(group.wants_gradients for group in self.groups)
+            )
             self._end_forward(training)
             # Its backward is the last one. But modules between units may read its weights first.
             if unit.reshard_after_forward and (training or not self._all_whole):

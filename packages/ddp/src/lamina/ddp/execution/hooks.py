@@ -214,7 +214,12 @@ class UnitHooks:
         if training and engine.reducer.phase is not BACKWARD:
             if marked and unit.calls.members > 1:  # each member has one
                 unit.calls.expect_member(self.member)
-            elif not marked and any(group.trains for group in unit.groups):
+            elif not marked and (
+                any(group.wants_gradients for group in unit.groups)
+                # A backward through a frozen unit reads its weights too.
+                or unit.calls.hands_gradients_on
+                or next(tensors_in(output), None) is None  # its results are somewhere else
+            ):
                 unit.calls.expect_unannounced()
         if unit.dress is not None:
             unit.dress.hide()

@@ -196,7 +196,7 @@ class UnitCalls:
 
     @property
     def hands_gradients_on(self) -> bool:
-        """Whether some call, whose backward has not run yet, had inputs that need gradients."""
+        """Whether some call had inputs that need gradients, and its backward has not run yet."""
         return bool(self._pending)
 
 

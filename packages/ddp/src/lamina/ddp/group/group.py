@@ -207,7 +207,7 @@ class ParameterGroup:
         return self.gradients is not None
 
     @property
-    def trains(self) -> bool:
+    def wants_gradients(self) -> bool:
         """Whether any of the parameters wants a gradient at present: they may have been frozen."""
         return self.requires_grad and any(main.requires_grad for main in self.main_parameters)
 

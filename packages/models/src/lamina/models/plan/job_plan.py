@@ -325,7 +325,7 @@ class _Runs:
     Attributes:
         deeper: of three depths, each as many layers deeper than the one before.
         longer: of more microbatches at the first depth and at the second, and of as many more again
-            at the first. None where `deeper` has all microbatches.
+            at the first. Empty where `deeper` has all microbatches.
     """
 
     deeper: Sequence[_Run]
@@ -448,9 +448,9 @@ def peak_at(
 ) -> dict[str, float]:
     """Bytes by category at the peak of a model that has more layers and microbatches.
 
-    The model has `steps` times as many layers more than the first record as the second one has,
-    and `times` as many further microbatches as the first of `longer`. See `_Runs` for the records,
-    and Note [Peaks change places].
+    From the first record to the second is one step of layers, of which the model is `steps` away.
+    From the first record to the first of `longer` is one step of microbatches, of which it is
+    `times` away. See `_Runs` for the records, and Note [Peaks change places].
     """
     records = (*deeper, *longer)
     memory = [_at_each_event(record) for record in records]

@@ -463,14 +463,7 @@ class Engine:
         training = torch.is_grad_enabled()
         complete = unit.calls.members == 1 or unit.calls.member_ran(member)
         if unit is self.root:
-            # No backward will come to a teacher, whose parameters are all frozen, unless gradients
-            # of something else are wanted: by features, say, that a hook has kept.
-            calls = [each.calls for each in self.units]
-            unseen = any(each.hands_gradients_on or each.come_back_unannounced for each in calls)
-            comes_back = marked or unseen
-            training = training and (
-                comes_back or any(group.wants_gradients for group in self.groups)
-            )
+            training = training and (marked or self._comes_back_unmarked())
             self._end_forward(training)
             # Its backward is the last one. But modules between units may read its weights first.
             if unit.reshard_after_forward and (training or not self._all_whole):
@@ -481,6 +474,16 @@ class Engine:
         keep = keep or (self._all_whole and not training)
         if complete and not keep:
             unit.reshard()
+
+    def _comes_back_unmarked(self) -> bool:
+        """Whether a backward may come to a forward that returned no graph.
+
+        Of a teacher, whose parameters are all frozen, none will. But a hook may have kept features
+        through which gradients of its inputs come.
+        """
+        calls = [unit.calls for unit in self.units]
+        unseen = any(each.hands_gradients_on or each.come_back_unannounced for each in calls)
+        return unseen or any(group.wants_gradients for group in self.groups)
 
     def _end_forward(self, training: bool) -> None:
         self.prefetcher.end_forward()

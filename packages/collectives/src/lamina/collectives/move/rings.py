@@ -7,6 +7,13 @@ rank's is arriving.
 torch's pipeline schedules decide when messages go and batch those that meet; they want each as a
 `torch.distributed.P2POp`. Made here, a message is on the ledger like every other, when it is handed
 over.
+
+Note [Steps of a ring are exchanges of all]
+    torch's NCCL backend tells the allocator of each tensor that a send or a receive takes
+    (`record_stream`). Such memory is free when the device has come to that point, and not when the
+    host has let it go. A host is ahead, so a step of context parallelism reserved a third more (on
+    the virtual GPU). Of a collective's tensors the backend keeps a reference until `wait` instead.
+    So a step of a ring is an all-to-all, in which each rank has something for one peer alone.
 """
 
 import math
@@ -93,17 +100,14 @@ def send_recv(
                 for out, into in zip(outgoing, incoming, strict=True)
             ]
             return lambda: [end() for end in ends]
-        # In one batch: with NCCL, sends and receives posted one by one would wait for each other.
-        operations = [
-            dist.P2POp(moves, tensor, group=group, group_peer=peer)
-            for moves, tensors, peer in (
-                (dist.isend, outgoing, target),
-                (dist.irecv, incoming, source),
+        # See Note [Steps of a ring are exchanges of all].
+        works = [
+            dist.all_to_all(
+                _for_each_rank(into, source, size), _for_each_rank(out, target, size),
+                group=group, async_op=True,
             )
-            for tensor in tensors
-            if tensor.numel()
-        ]
-        works = dist.batch_isend_irecv(operations) if operations else []
+            for out, into in zip(outgoing, incoming, strict=True)
+        ]  # fmt: skip
         return lambda: [work.wait() for work in works]
 
     handle = launch(Handle(call, (*sends, *received)), lane, device, post)
@@ -141,6 +145,12 @@ def ring(
         yield (rank - step * shift) % size, at_hand
         if passing is not None:
             at_hand = buffers[step % 2] = passing.wait()
+
+
+def _for_each_rank(piece: torch.Tensor, peer: int, size: int) -> list[torch.Tensor]:
+    """What an exchange of all ranks has for each: the piece for one peer, nothing for others."""
+    nothing = piece[:0]
+    return [piece if rank == peer else nothing for rank in range(size)]
 
 
 def _sources(

@@ -7,12 +7,13 @@ benchmarks/ at b5bcd76, NeMo Automodel docs/performance-summary, Llama 3 (Meta, 
 Lamina on one H200 (docs/records/hardware.md).
 
     python benchmarks/published_rows.py --half fit
-    python benchmarks/published_rows.py --engine fsdp2
+    .nox/virtual-gpu/bin/python benchmarks/published_rows.py --engine fsdp2
     .nox/virtual-gpu/bin/python benchmarks/published_rows.py --same-program
 
 `--engine fsdp2` plans torch's FSDP2 in torchtitan's recipe (a Llama in plain torch, recomputation
 that is selective by operator, blocks compiled), so that the error is that of the plan. All layers
-are played, for what the allocator reserves. FP8 is planned as bf16, with the rate of FP8.
+are played, for what the allocator reserves. Over tp DTensors cut the model. FP8 needs torchao, and
+compiled blocks of DTensors need torch 2.14: run it in the environment of the virtual GPU.
 
 `--same-program` runs torch's FSDP2 in torchtitan's recipe on the virtual GPU (torchao has to be
 there for FP8), so that the error is that of the device alone. Two shares of the data sheet's rates
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ import torch
 import virtual_gpu_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 from lamina.mesh import ParallelLayout, ParallelMesh
 from lamina.models import TransformerConfig, preset
@@ -163,10 +166,12 @@ def by_fsdp2(row: Row) -> Job | None:
         return None
 
     def make(config: TransformerConfig, mesh: ParallelMesh) -> nn.Module:
-        group = mesh.group("tp") if job.layout.tp > 1 else None
-        cut = virtual_gpu_step.Cut(job.layout.tp, group, tokens=job.layout.tp > 1)
         blocks = replace(virtual_gpu_step.SIZES[size], blocks=config.num_layers)
-        model = virtual_gpu_step.Llama(blocks, cut)
+        model = virtual_gpu_step.Llama(blocks)
+        if job.precision == "fp8":
+            virtual_gpu_step.products_in_fp8(model)
+        if job.layout.tp > 1:
+            virtual_gpu_step.cut_by_dtensors(model, mesh["tp"])
         if job.recompute != "none":
             virtual_gpu_step.recompute(model, str(job.recompute))
         if job.compiled:
@@ -204,7 +209,7 @@ def same_program(row: Row) -> tuple[float, float] | None:
     size = {32: "8b", 80: "70b"}[job.config.num_layers]
     words = ["--engine", "fsdp2", "--size", size, "--world", str(job.ranks), "--tp", str(tp)]
     words += ["--batch", str(job.batch), "--recompute", str(job.recompute)]
-    words += ["--tokens"] if tp > 1 else []
+    words += ["--dtensors"] if tp > 1 else []
     words += ["--compiled-loss"] if row.compiled_loss else []
     words += ["--compiled"] if job.compiled else []
     words += ["--fp8"] if job.precision == "fp8" else []
@@ -247,7 +252,9 @@ def main() -> None:
         if job is None:
             continue
         begun = time.monotonic()
-        planned = plan(job, row.gpu, whole=words.engine == "fsdp2")
+        dtensors = words.engine == "fsdp2" and job.layout.tp > 1
+        with loss_parallel() if dtensors else nullcontext():
+            planned = plan(job, row.gpu, whole=words.engine == "fsdp2")
         reserved = planned.reserved / (1 << 30)
         memory = f"{reserved:.1f}, not told, -"
         if row.gib:

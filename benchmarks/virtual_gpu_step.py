@@ -17,8 +17,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,16 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake", for the CPU
-from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 GIB = 1 << 30
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -108,59 +118,23 @@ class _Joined(torch.autograd.Function):
         return grad[..., : ctx.width].contiguous(), None
 
 
-def _gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`[batch, tokens, ...]` of all ranks, one behind the other."""
-    parts = all_gather_tensor(x.transpose(0, 1).contiguous(), 0, group)
-    return parts.transpose(0, 1).contiguous()
-
-
-def _scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over the ranks, of which this one gets its tokens."""
-    part = reduce_scatter_tensor(x.transpose(0, 1).contiguous(), "sum", 0, group)
-    return part.transpose(0, 1).contiguous()
-
-
-class _Moved(torch.autograd.Function):
-    """Tokens of all ranks of tp (`_gather`), or of this one (`_scatter`); backward is the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, gathers: bool) -> torch.Tensor:
-        ctx.group, ctx.gathers = group, gathers
-        return _gather(x, group) if gathers else _scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return (_scatter if ctx.gathers else _gather)(grad, ctx.group), None, None
-
-
 class Cut:
-    """How a model is cut over the ranks of tp, as Megatron cuts it; this process is rank 0.
+    """How a model is cut over the ranks of tp, as Megatron cuts it; this process is rank 0."""
 
-    With `tokens` each rank has some of the tokens between products (sequence parallelism), and the
-    loss is that of its own columns of the vocabulary: sizes and kernels are those of a loss over
-    all, but for two numbers of each token.
-    """
-
-    def __init__(
-        self, tp: int = 1, group: dist.ProcessGroup | None = None, *, tokens: bool = False
-    ) -> None:
-        self.tp, self.group, self.tokens = tp, group, tokens
+    def __init__(self, tp: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        self.tp, self.group = tp, group
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
         """Give all ranks the input of their columns."""
-        if self.tokens and self.tp > 1:
-            return _Moved.apply(x, self.group, True)
         return x if self.tp == 1 else _Copied.apply(x, self.group)
 
     def added(self, x: torch.Tensor) -> torch.Tensor:
         """Add what the ranks' rows give."""
-        if self.tokens and self.tp > 1:
-            return _Moved.apply(x, self.group, False)
         return x if self.tp == 1 else _Added.apply(x, self.group)
 
     def joined(self, x: torch.Tensor) -> torch.Tensor:
         """Put the ranks' columns side by side."""
-        return x if self.tp == 1 or self.tokens else _Joined.apply(x, self.group)
+        return x if self.tp == 1 else _Joined.apply(x, self.group)
 
 
 class RMSNorm(nn.Module):
@@ -293,6 +267,44 @@ class Llama(nn.Module):
         return self.cut.joined(self.head(self.cut.copied(self.norm(x))))
 
 
+def cut_by_dtensors(model: Llama, mesh: DeviceMesh) -> None:
+    """Cut a whole model over the ranks of tp by DTensors, as torchtitan's recipe does.
+
+    Each rank has some of the tokens between products, and its columns of the logits. Use the model
+    inside `loss_parallel()`, backward too.
+    """
+    narrow = any(type(module).__name__ == "Float8Linear" for module in model.modules())
+    columns, rows, tokens = ColwiseParallel, RowwiseParallel, PrepareModuleInput
+    if narrow:
+        from torchao.float8 import float8_tensor_parallel as float8
+
+        columns, rows = float8.Float8ColwiseParallel, float8.Float8RowwiseParallel
+        tokens = float8.PrepareFloat8ModuleInput
+    own, all_tokens = Shard(1), Replicate()
+    ends = {
+        "embedding": RowwiseParallel(input_layouts=all_tokens, output_layouts=own),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=own, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    block = {
+        "norm1": SequenceParallel(),
+        "attention": tokens(
+            input_layouts=(own, None, None), desired_input_layouts=(all_tokens, None, None)
+        ),
+        **{f"attention.{name}": columns() for name in ("query", "key", "value")},
+        "attention.out": rows(output_layouts=own),
+        "norm2": SequenceParallel(),
+        "mlp": tokens(input_layouts=(own,), desired_input_layouts=(all_tokens,)),
+        **{f"mlp.{name}": columns() for name in ("gate", "up")},
+        "mlp.down": rows(output_layouts=own),
+    }
+    parallelize_module(model, mesh, ends)
+    for each in model.blocks:
+        parallelize_module(each, mesh, block)
+
+
 def recompute(model: Llama, kind: str) -> None:
     """Keep the input of each block alone ("full"), or as torchtitan does ("selective").
 
@@ -358,6 +370,12 @@ class Place:
         """Ranks along copies, shards and tp."""
         return self.copies, self.world // self.copies // self.tp, self.tp
 
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks, with a name for each of the sizes."""
+        names = ("copies", "dp", "tp")
+        return dist.init_device_mesh("cuda", self.sizes, mesh_dim_names=names)
+
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of all rows."""
@@ -368,8 +386,7 @@ def fsdp2(model: Llama, place: Place, settings: dict[str, object]) -> Engine:
     """Torch's own, as torchtitan's recipe uses it; or blocks and the root, without `ends`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    names = ("copies", "dp", "tp")
-    mesh = dist.init_device_mesh("cuda", place.sizes, mesh_dim_names=names)
+    mesh = place.mesh
     how = {
         "mesh": mesh["dp"] if place.copies == 1 else mesh["copies", "dp"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32),
@@ -629,19 +646,22 @@ def measure(
     words: argparse.Namespace, of_step: Callable[[Callable[[], None]], dict[str, object]] = of_step
 ) -> dict[str, object]:
     """Build the model under its engine and return what `of_step` says of a steady step."""
-    size = SIZES[words.size]
-    group = dist.new_group(list(range(words.tp))) if words.tp > 1 else None
+    size, place = SIZES[words.size], Place(words.world, words.tp, words.copies)
+    cut = Cut()
+    if words.tp > 1 and not words.dtensors:
+        cut = Cut(words.tp, dist.new_group(list(range(words.tp))))
     with torch.device("meta"):
-        model = Llama(size, Cut(words.tp, group, tokens=words.tokens))
+        model = Llama(size, cut)
     if words.fp8:
         products_in_fp8(model)
+    if words.dtensors:
+        cut_by_dtensors(model, place.mesh["tp"])
     if words.recompute:
         recompute(model, words.recompute)
     if words.compiled:
         for number, block in enumerate(model.blocks):
             model.blocks[number] = torch.compile(block, fullgraph=True)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    place = Place(words.world, words.tp, words.copies)
     engine, optimizer = ENGINES[words.engine](model, place, json.loads(words.settings))
     ids = torch.randint(size.vocabulary, (words.batch, size.tokens + 1), device="cuda")
     loss_hook: list[Callable[[torch.Tensor], None]] = []
@@ -651,10 +671,7 @@ def measure(
     def step() -> None:
         with torch.autocast("cuda", bf16, enabled=plain):
             logits = engine(ids[:, :-1])
-        labels = ids[:, 1:].reshape(-1)
-        if words.tokens:
-            labels = labels % logits.shape[-1]
-        loss = loss_of(logits, labels)
+        loss = loss_of(logits, ids[:, 1:].reshape(-1))
         del logits
         for hook in loss_hook:
             loss.register_hook(hook)
@@ -711,7 +728,9 @@ def words_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--tokens", action="store_true", help="tp cuts tokens too, and the loss")
+    parser.add_argument(
+        "--dtensors", action="store_true", help="tp by DTensors, of fsdp2: tokens and loss too"
+    )
     parser.add_argument("--copies", type=int, default=1, help="of the shards: HSDP")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--recompute", nargs="?", const="full", choices=("full", "selective"))
@@ -751,7 +770,8 @@ def main() -> None:
         backend, store=dist.HashStore(), rank=0, world_size=words.world, device_id=bound
     )
     try:
-        result = measure(words)
+        with loss_parallel() if words.dtensors else nullcontext():
+            result = measure(words)
     except torch.OutOfMemoryError as error:
         result = {"engine": words.engine, "size": words.size, "out_of_memory": str(error)}
     print(json.dumps(result), flush=True)

@@ -119,9 +119,6 @@ def job_of(config: Config, ranks: int) -> Job:
 
 
 def _shape(config: Config) -> Shape:
-    """The model; products in FP8 are played as bf16, as torch has no meta form of them."""
-    if config.train.precision == "fp8":
-        config = replace(config, train=replace(config.train, precision="bf16"))
     return model_shape(config, load_tokenizer(config.data.tokenizer).vocab_size)
 
 

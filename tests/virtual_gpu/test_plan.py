@@ -61,11 +61,24 @@ def test_a_plan_counts_each_tensor_of_the_device(
     assert -0.05 < off < 0.15, (off, planned)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_plan_of_compiled_blocks_counts_each_tensor_of_the_device(recompute, tmp_path):
-    """Inductor compiles them there."""
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--compiled --recompute none",
+        "--compiled --recompute selective",
+        "--compiled --recompute full",
+        "--compiled --recompute selective --mesh tp=2,dp_shard=-1",
+        "--recompute selective --mesh cp=2,dp_shard=-1",
+        "--recompute offload",
+        "--precision fp8 --recompute none",
+        "--precision fp8 --recompute none --compiled",
+        "--precision fp8 --recompute selective --compiled --mesh tp=2,dp_shard=-1",
+    ],
+)
+def test_a_deep_plan_counts_each_tensor_and_what_is_reserved(words, tmp_path):
+    """Inductor compiles blocks there."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 8}))
-    words = ["--sequence", "4096", "--recompute", recompute, "--batch", "2", "--compiled"]
+    words = ["--sequence", "4096", "--batch", "2", *words.split()]
     command = [sys.executable, "-m", "lamina.models.plan", *words, "--model", str(tmp_path)]
     answer = subprocess.run(
         [*command, "--whole", "--device", "--json"], capture_output=True, text=True, check=False

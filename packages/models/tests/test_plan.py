@@ -135,6 +135,21 @@ def test_each_kernel_of_attention_multiplies(change, precision, share):
     assert products(replace(plain, **change), precision) == pytest.approx(expected, rel=0.02)
 
 
+def test_products_in_fp8_are_played_in_fp8():
+    """Projections of blocks are. Attention and the head are not, and FP8 sends tp's maxima too."""
+    config = TransformerConfig(vocab_size=512, hidden_size=256, num_layers=2, num_heads=4)
+    how = {"config": config, "ranks": 4, "sequence": 512, "layout": ParallelLayout(tp=2)}
+    narrow, wide = (play(Job(precision=name, **how)).record for name in ("fp8", "bf16"))
+    flops = {
+        width: sum(each.flops for each in narrow.operations if each.width == width)
+        for width in (1, 2)
+    }
+    layer = 4 * 256**2 + 3 * 256 * config.ffn_width
+    assert flops[1] == 6 * 512 * 2 * layer / 2
+    assert flops[1] + flops[2] == sum(each.flops for each in wide.operations)
+    assert len(narrow.messages) > len(wide.messages)
+
+
 def test_what_a_forward_leaves_for_its_backward_is_an_activation():
     weight = torch.ones(50, 50, requires_grad=True)
     with StepRecorder("cpu", lambda: {"weights": [weight]}) as recorder:

@@ -9,7 +9,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from lamina.mesh import ParallelLayout
 from lamina.models import GPTModel, MoEConfig, TransformerConfig
@@ -82,6 +92,36 @@ def test_fake_tensors_of_a_compiler_are_not_counted():
         left = torch.empty(1 << 30)
     assert play(JOB).record.peak() == before
     del left
+
+
+class Bigram(nn.Module):
+    """Logits of the next token by the last one, and their loss."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(512, 128), nn.Linear(128, 512, bias=False)
+        rows = RowwiseParallel(input_layouts=Replicate())
+        columns = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(self, mesh, {"embedding": rows, "head": columns})
+
+    def forward(self, tokens, labels):
+        logits = self.head(self.embedding(tokens)).flatten(0, 1).float()
+        return F.cross_entropy(logits, labels.flatten())
+
+
+def test_dtensors_have_what_a_rank_has_of_them():
+    """Of logits that are cut over tp. DTensor plays operators on whole tensors for their shapes."""
+
+    def shard(model, job, mesh):
+        return fully_shard(model, mesh=mesh["dp_shard"])
+
+    cut = ParallelLayout(tp=2)
+    job = replace(JOB, ranks=4, layout=cut, shard=shard, make=lambda _, mesh: Bigram(mesh["tp"]))
+    with loss_parallel():
+        record = play(job).record
+    logits = 2 * 128 * 512 // 2 * 4
+    assert max(size for life in record.lives for _, size in life.sizes) == logits
+    assert {message.axis for message in record.messages} == {"dp_shard", "tp"}
 
 
 def test_offloaded_activations_are_not_on_the_device():

@@ -218,6 +218,23 @@ def test_memory_that_is_given_out_again_is_not_taken_for_what_was_there():
     assert torch.equal(found.grad, expected.grad)
 
 
+class Writes(nn.Module):
+    """Writes into what it has saved, which plain autograd would refuse."""
+
+    def forward(self, x):
+        doubled = x * 2.0
+        waves = torch.sin(doubled)
+        doubled.add_(1.0)
+        return waves
+
+
+def test_what_was_written_into_since_comes_from_the_host():
+    x = torch.linspace(0.1, 3.0, 5000).requires_grad_()
+    model = apply_recompute(nn.Sequential(Writes()), POLICIES["offload"], blocks=(Writes,))
+    model(x).sum().backward()
+    assert torch.equal(x.grad, 2.0 * torch.cos(2.0 * x.detach()))
+
+
 def test_frozen_parameters_and_inputs_get_no_gradient():
     model = apply_recompute(GPTModel(LLAMA, seed=1), "selective")
     model.embedding.requires_grad_(False)

@@ -3,7 +3,8 @@
 No other module of this layer uses one (tests/test_compat.py), so what a new torch breaks is here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._guards import active_fake_mode
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
+from torch.library import _scoped_library as scoped_library
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes_now
@@ -41,6 +43,8 @@ __all__ = [
     "parts_of",
     "scaled_mm",
     "scaled_mm_v2",
+    "scoped_library",
+    "specs_found_in",
     "tree_leaves",
 ]
 
@@ -97,6 +101,26 @@ def parts_of(operator: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """
     made = OPDEFS[operator._schema.name]
     return made._init_fn if set(made._backend_fns) == {None} else None
+
+
+@contextmanager
+def specs_found_in(context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Have DTensor find shapes of results, for which it runs operators on whole fake tensors, in
+    `context()`. It does so anew for each operator where fake tensors stand for real ones.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    find = ShardingPropagator._propagate_tensor_meta
+
+    def find_in_context(self: ShardingPropagator, schema: Any) -> Any:
+        with context():
+            return find(self, schema)
+
+    setattr(ShardingPropagator, find.__name__, find_in_context)
+    try:
+        yield
+    finally:
+        setattr(ShardingPropagator, find.__name__, find)
 
 
 def forget_specs() -> None:

@@ -44,7 +44,7 @@ class Timing:
         return sum(self.spent.values())
 
 
-def product_seconds(operation: Operation, machine: Machine, *, fp8: bool, fp32: bool) -> float:
+def product_seconds(operation: Operation, machine: Machine) -> float:
     """Seconds of a product, by the peak of its dtype and the efficiency of its shape."""
     costs, gpu = machine.costs, machine.gpu
     if "attention" in operation.name or "varlen_attn" in operation.name:
@@ -52,15 +52,12 @@ def product_seconds(operation: Operation, machine: Machine, *, fp8: bool, fp32: 
         if "backward" not in operation.name:  # a forward that runs again
             share = costs.attention
         return operation.flops / (gpu.bf16 * share)
-    number, rows, columns, inner = operation.shape
+    _, rows, columns, inner = operation.shape
     fit = rows / (rows + costs.half_rows) * columns / (columns + costs.half_rows)
     fit *= inner / (inner + costs.half_inner)
-    wide = operation.width >= 4 or fp32
-    peak = gpu.fp32 if wide else gpu.fp8 if fp8 and number == 1 else gpu.bf16
-    share = costs.fp8_product if fp8 and number == 1 and not wide else costs.product
-    return max(
-        operation.flops / (peak * share * max(fit, 1e-3)), kernel_seconds(operation, machine)
-    )
+    rates = {1: gpu.fp8 * costs.fp8_product, 2: gpu.bf16 * costs.product}
+    rate = rates.get(operation.width, gpu.fp32 * costs.product)
+    return max(operation.flops / (rate * max(fit, 1e-3)), kernel_seconds(operation, machine))
 
 
 def kernel_seconds(operation: Operation, machine: Machine) -> float:
@@ -110,7 +107,6 @@ def replay(
     record: StepRecord,
     machine: Machine,
     *,
-    precision: str = "bf16",
     compiled: bool = False,
     optimizer_bytes: int = 0,
 ) -> Timing:
@@ -119,12 +115,11 @@ def replay(
     Args:
         record: of one rank's step.
         machine: what it would run on.
-        precision: of products.
         compiled: whether element-wise kernels are fused.
         optimizer_bytes: what a fused optimizer reads and writes; the record's own operators of the
             optimizer are then left out, as it has one for each state.
     """
-    clock = _Clock(record, machine, precision, compiled, optimizer_bytes)
+    clock = _Clock(record, machine, compiled, optimizer_bytes)
     in_order = sorted(range(len(record.messages)), key=lambda n: record.messages[n].issued)
     waits: dict[int, list[int]] = defaultdict(list)
     for number, message in enumerate(record.messages):
@@ -160,13 +155,11 @@ class _Clock:
         self,
         record: StepRecord,
         machine: Machine,
-        precision: str,
         compiled: bool,
         optimizer_bytes: int,
     ) -> None:
         self.timing = Timing()
         self._record, self._machine, self._compiled = record, machine, compiled
-        self._fp8, self._fp32 = precision == "fp8", precision == "fp32"
         self._optimizer_bytes = optimizer_bytes
         marks = (at for at, name in record.marks if name == "optimizer")
         self._optimizer = next(marks, record.end)
@@ -198,7 +191,7 @@ class _Clock:
     def _run(self, operation: Operation) -> None:
         if operation.flops:
             kind = "products"
-            seconds = product_seconds(operation, self._machine, fp8=self._fp8, fp32=self._fp32)
+            seconds = product_seconds(operation, self._machine)
         else:
             kind = "other kernels"
             seconds = kernel_seconds(operation, self._machine)

@@ -6,6 +6,7 @@ tensors a step has no values and takes no memory, so models of any size can be p
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,7 +23,8 @@ from lamina.mesh import ParallelLayout, ParallelMesh, init_distributed
 from lamina.models.activation_memory.recompute import Kind, RecomputePolicy, apply_recompute
 from lamina.models.base.computing_device import computes_on
 from lamina.models.base.config import TransformerConfig
-from lamina.models.compat import FakeTensorMode, forget_specs
+from lamina.models.base.configs.product_precision import Precision
+from lamina.models.compat import FakeTensorMode, forget_specs, specs_found_in
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.layer_stack import ResidualBlock, TransformerBlock
 from lamina.models.pipelining.cuts import cut_layers
@@ -33,7 +35,7 @@ from lamina.models.plan.record.compiled import GraphRecorder, compiled
 from lamina.models.plan.record.device_forms import device_forms
 from lamina.models.plan.record.recorder import StepRecorder
 from lamina.models.plan.record.step_record import StepRecord
-from lamina.models.plan.record.storages import Counted, StoragesMade
+from lamina.models.plan.record.storages import Counted, StoragesMade, local_memory
 from lamina.models.plan.record.torch_streams import Streams
 
 BLOCKS = (TransformerBlock, ResidualBlock)
@@ -63,7 +65,7 @@ class Job:
         strategy: of `fully_shard`, 0 to 3 or a name.
         schedule: the order in which pipeline stages run microbatches.
         recompute: `none`, `selective`, `full`, `offload`, or a policy.
-        precision: of products; `fp8` is played as bf16, and timed as FP8.
+        precision: of products; `fp8` is `torch-fp8` where the config names no backend.
         compiled: whether Lamina's blocks are compiled: their graphs are played. A model of other
             blocks compiles them in `make`, by `compiled`. Otherwise the time alone changes.
         settings: further arguments of `fully_shard`.
@@ -115,6 +117,8 @@ class Job:
         if self.config.moe is not None:
             # On meta tensors nobody knows which tokens an expert gets: as many as all others do.
             changes["moe"] = replace(self.config.moe, capacity_factor=1.0, pad_to_capacity=True)
+        if self.precision == "fp8" and self.config.precision == Precision():
+            changes["precision"] = Precision(backend="torch-fp8")
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "config", replace(self.config, **changes))
 
@@ -231,13 +235,33 @@ def play(
         inside = (made,) if tensors is None else (tensors, made)
         playing = stack.enter_context(program(job, rank, torch.device(place), backend, inside))
         playing.step(None)  # makes the optimizer's state, and the order of gathers
+        # A compiler leaves tensors in cycles. When the collector comes to them is chance, and models
+        # of two depths would not have the same lives.
+        gc.collect()
+        stack.enter_context(_without_collector())
         kind = GraphRecorder if job.compiled else StepRecorder
-        with kind(place, playing.states, made, rounded, streams) as recorder:
+        recorder = kind(place, playing.states, made, rounded, streams)
+        if tensors is not None:
+            stack.enter_context(specs_found_in(recorder.unnoted))
+        with recorder:
             playing.step(recorder.mark)
         # What torch leaves uncompiled in blocks that were given to it is not fused in a run either.
         given = any("_orig_mod" in module._modules for module in playing.module.modules())
         recorder.record.fused = recorder.record.fused or given
         return Played(recorder.record, playing.parameters)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Inside, objects go when nothing refers to them, and none go by themselves."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True)
@@ -375,7 +399,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups = [{"params": p, "weight_decay": d} for p, d in ((matrices, 0.1), (vectors, 0.0)) if p]
     # torch steps over lists of a GPU's tensors by default, which takes temporaries of their size.
-    lists = all(computes_on(_local(parameter)) == "cuda" for parameter in trained)
+    lists = all(computes_on(local_memory(parameter)) == "cuda" for parameter in trained)
     return torch.optim.AdamW(groups, lr=1e-4, foreach=lists or None)
 
 
@@ -383,10 +407,10 @@ def _states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, li
     """What a step rests on, and the gradients that are there now."""
     parameters = list(module.parameters())
     states: dict[str, list[Tensor]] = {
-        "weights": [_local(parameter) for parameter in parameters],
-        "gradients": [_local(p.grad) for p in parameters if p.grad is not None],
+        "weights": [local_memory(parameter) for parameter in parameters],
+        "gradients": [local_memory(p.grad) for p in parameters if p.grad is not None],
         "optimizer state": [
-            _local(value)
+            local_memory(value)
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
@@ -400,9 +424,3 @@ def _states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, li
             if isinstance(whole, Tensor):
                 states.setdefault("gathered units", []).append(whole)
     return states
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The memory of a tensor that wraps another one."""
-    inner: Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "_local", tensor))
-    return inner

@@ -296,8 +296,7 @@ def _numbers(job: Job, played: Played, at: Machine) -> tuple[Numbers, Timing]:
     resting = record.at_rest()
     states = resting["weights"] + resting["optimizer state"]
     touched = 2 * states + resting["gradients"]
-    how = {"precision": job.precision, "compiled": job.compiled}
-    timing = replay(record, at, optimizer_bytes=touched, **how)  # type: ignore[arg-type]
+    timing = replay(record, at, compiled=job.compiled, optimizer_bytes=touched)
     values: Numbers = {f"memory {name}": n for name, n in record.peak().items()}
     values |= {f"seconds {name}": s for name, s in timing.spent.items()}
     values |= {f"sent {axis}": n for axis, n in record.wire_bytes().items()}

@@ -239,9 +239,9 @@ def _computing(job: Job, at: Machine, tokens: float) -> dict[str, float]:
     narrow = max(1, config.ffn_width // layout.tp)
     shape = (1, int(tokens), narrow, config.hidden_size)
     whole = 2.0 * tokens * narrow * config.hidden_size
-    probe = Operation("mm", 0, False, whole, 0, shape)
-    fp8, fp32 = job.precision == "fp8", job.precision == "fp32"
-    rate = whole / product_seconds(probe, at, fp8=fp8, fp32=fp32)
+    width = {"fp8": 1, "bf16": 2, "fp32": 4}[job.precision]
+    probe = Operation("mm", 0, 0, whole, 0, shape, width)
+    rate = whole / product_seconds(probe, at)
     # Each element that a layer keeps is read and written some six times, in bf16.
     layers = config.num_layers / layout.pp
     moved = 2.0 * _saved(config, "none") * 6 / layout.tp * tokens * job.microbatches * layers

@@ -20,7 +20,9 @@ from torch.nn import functional as F
 from lamina.models.attention import kernels
 from lamina.models.base import computing_device
 from lamina.models.base.computing_device import has_values, planned_as
+from lamina.models.compat import scoped_library
 from lamina.models.layers.norms import rms_norm_on_cpu
+from lamina.models.plan.record.storages import local_memory
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def device_forms(device_type: str) -> Iterator[None]:
 
     # Models call this one with a factor. A norm without one has the same form on all devices.
     def fused(x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
-        if has_values(x) or weight is None:
+        if has_values(local_memory(x)) or weight is None:
             return rms_norm(x, shape, weight, eps)
         if device_type == "cpu":
             return rms_norm_on_cpu(x, weight, eps)
@@ -66,12 +68,19 @@ def device_forms(device_type: str) -> Iterator[None]:
     )
     for module, name, _, function in replaced:
         setattr(module, name, function)
+    # torch knows what a product in FP8 gives, but not that it may be written into a result.
     try:
-        with planned_as(device_type):
+        with planned_as(device_type), scoped_library("aten", "IMPL") as library:
+            library.impl("_scaled_mm_v2.out", _written, "Meta")
             yield
     finally:
         for module, name, function, _ in replaced:
             setattr(module, name, function)
+
+
+def _written(*_: object, out: Tensor) -> Tensor:
+    """A product that is written into `out`."""
+    return out
 
 
 def _has_kernel(device_type: str, options: dict[str, Any]) -> bool:

@@ -158,6 +158,7 @@ _PRODUCTS: dict[str, Callable[[Any, Any], tuple[float, tuple[int, ...]]]] = {
     "baddbmm": _matrix(1),
     "baddbmm_": _matrix(1),
     "_scaled_mm": _matrix(0),
+    "_scaled_mm_v2": _matrix(0),
     "_grouped_mm": _groups,
     "_scaled_dot_product_flash_attention": _attention(2.0),
     "_scaled_dot_product_flash_attention_for_cpu": _attention(2.0),

@@ -87,3 +87,9 @@ def takes_operators_apart(kind: type) -> bool:
     # Fake tensors do too, but have no memory: what they run is of no interest here.
     handler = getattr(kind, "__torch_dispatch__", None)
     return handler is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
+
+
+def local_memory(tensor: Tensor) -> Tensor:
+    """The memory of a tensor that wraps another one, such as a DTensor."""
+    inner: Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "_local", tensor))
+    return inner

@@ -150,6 +150,22 @@ def test_products_in_fp8_are_played_in_fp8():
     assert len(narrow.messages) > len(wide.messages)
 
 
+def test_what_is_offloaded_takes_the_time_of_its_copies():
+    """The last tensors of forward are used as they are, and the wire is between ranks."""
+    job = Job(config=CONFIG, ranks=2, sequence=4096, recompute="offload")
+    record = play(job).record
+    sent = {
+        direction: sum(each.nbytes for each in record.messages if each.op == direction)
+        for direction in ("copy_to_host", "copy_from_host")
+    }
+    assert sent["copy_to_host"] > sent["copy_from_host"] > 0
+    assert "host" not in record.wire_bytes()
+    quick = machine("h100-80gb")
+    slow = replace(quick, gpu=replace(quick.gpu, host=1e9))
+    longer = replay(record, slow).total - replay(record, quick).total
+    assert 0.5 < longer / (sum(sent.values()) / 1e9) < 1.0
+
+
 def test_what_a_forward_leaves_for_its_backward_is_an_activation():
     weight = torch.ones(50, 50, requires_grad=True)
     with StepRecorder("cpu", lambda: {"weights": [weight]}) as recorder:

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lamina.models.base.computing_device import computes_on, has_values
-
+from lamina.models.base.computing_device import computes_on, has_values, planned_copy
 
 _LEAVING = 8
 """Tensors whose copies to the host may be under way: about half of what a block saves."""
@@ -178,6 +177,7 @@ class OnHost:
         self._version = tensor._version
         if not has_values(tensor):  # a plan counts the memory of the device alone
             self._host = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+            self._copied = planned_copy("copy_to_host", tensor.nbytes)
             return
         if streams is None:
             self._host = torch.empty_like(tensor, device="cpu").copy_(tensor)
@@ -196,7 +196,7 @@ class OnHost:
         """Let go of the tensor, which is on the host. See Note [Memory of what has left]."""
         if self._leaving is not None:
             if self._copied is not None:
-                self._computing.wait_event(self._copied)
+                self._copied.wait(self._computing)
             self._leaving = None
 
     def send_for(self) -> None:
@@ -206,14 +206,15 @@ class OnHost:
         if self._leaving is not None and self._leaving._version == self._version:
             self._copy = self._leaving  # nothing has written into it since
             return
+        self.leave()  # so the computing stream comes after the copy to the host
         # Allocated on the computing stream, for which the copy waits. The allocator reuses such
         # memory in the order of that stream, so a host that runs ahead does not allocate more.
         self._copy = torch.empty_like(self._host, device=self.device)
         if self._streams is None:
             self._copy.copy_(self._host)
+            self._arrived = planned_copy("copy_from_host", self._copy.nbytes)
             return
         back, self._computing = self._streams.back, torch.cuda.current_stream(self.device)
-        back.wait_event(self._copied)
         back.wait_stream(self._computing)
         with torch.cuda.stream(back):
             self._copy.copy_(self._host, non_blocking=True)
@@ -223,7 +224,8 @@ class OnHost:
         """Return the copy on the device, and drop the reference to it with its last use."""
         self.send_for()
         if self._arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._arrived)
+            now = None if self._streams is None else torch.cuda.current_stream(self.device)
+            self._arrived.wait(now)
         copy = self._copy
         self._used += 1
         if self._used == self.uses:
@@ -236,7 +238,7 @@ class OnHost:
         self.leave()
         if self._copy is not None:
             if self._arrived is not None:
-                self._computing.wait_event(self._arrived)
+                self._arrived.wait(self._computing)
             self._copy, self._used = None, 0
 
     def __del__(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,11 @@ from torch import Tensor
 from lamina.models.compat import FakeTensor
 
 _PLANNED: ContextVar[str] = ContextVar("lamina.models.planned", default="meta")
+
+HostCopy = Literal["copy_to_host", "copy_from_host"]
+_COPIES: ContextVar[Callable[[HostCopy, int], Any] | None] = ContextVar(
+    "lamina.models.copies", default=None
+)
 
 
 def computes_on(where: Tensor | torch.device) -> str:
@@ -41,6 +47,22 @@ def _planned_for(kind: str) -> str:
 def has_values(tensor: Tensor) -> bool:
     """False of meta tensors and of torch's fake ones, which a plan consists of."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def planned_copy(direction: HostCopy, nbytes: int) -> Any:
+    """Tell a plan of a copy without values; an event of it, or None if nobody plans."""
+    note = _COPIES.get()
+    return None if note is None else note(direction, nbytes)
+
+
+@contextmanager
+def copies_planned_by(note: Callable[[HostCopy, int], Any]) -> Iterator[None]:
+    """Inside, `note` is told of copies without values, and returns an event of each."""
+    before = _COPIES.set(note)
+    try:
+        yield
+    finally:
+        _COPIES.reset(before)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.models.plan.constants import Machine
-from lamina.models.plan.record.step_record import Message, Operation, StepRecord
+from lamina.models.plan.record.step_record import HOST, Message, Operation, StepRecord
 
 
 @dataclass
@@ -72,6 +72,8 @@ def message_seconds(message: Message, machine: Machine) -> float:
     network card. Pieces cross it for each rank.
     """
     costs, gpu, ranks = machine.costs, machine.gpu, message.ranks
+    if message.axis == HOST:
+        return message.nbytes / gpu.host
     if ranks < 2 or not message.nbytes:
         return 0.0
     inside = gpu.link * costs.link

@@ -30,6 +30,8 @@ class Gpu:
         bandwidth: bytes per second of the memory.
         link: bytes per second of NVLink, to all GPUs of the host together.
         network: bytes per second of the GPU's share of its host's network.
+        host: bytes per second of copies between pinned memory of the host and the GPU, each way
+            (some 0.8 of PCIe 4 or 5).
         workspaces: bytes that cuBLAS keeps in PyTorch's allocator, for the thread of the program
             and for that of autograd (`CUBLAS_WORKSPACE_CONFIG`; PyTorch takes 32 MiB for each
             since Hopper, and 8.1 before).
@@ -43,6 +45,7 @@ class Gpu:
     link: float
     network: float
     workspaces: int = 64 << 20
+    host: float = 50e9
 
 
 # Data sheets of NVIDIA: H100 (2023), H200 (2024), A100 (2021), DGX B200 (2024). Networks are those
@@ -50,7 +53,9 @@ class Gpu:
 # tables (96 GB of HBM2e, 500 W): its bandwidth is that of Grand Teton's part, 2.4 TB/s.
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        "a100": Gpu(int(79.15 * GIB), 312e12, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 17 << 20),
+        "a100": Gpu(
+            int(79.15 * GIB), 312e12, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 17 << 20, 25e9
+        ),
         "h100-80gb": Gpu(int(79.18 * GIB), 989e12, 1979e12, 67e12, 3.352e12, 450e9, 50e9),
         "h100-96gb": Gpu(int(95.04 * GIB), 989e12, 1979e12, 67e12, 2.4e12, 450e9, 50e9),
         "h200": Gpu(int(139.8 * GIB), 989e12, 1979e12, 67e12, 4.8e12, 450e9, 50e9),

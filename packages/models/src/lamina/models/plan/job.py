@@ -235,7 +235,7 @@ def play(
         inside = (made,) if tensors is None else (tensors, made)
         playing = stack.enter_context(program(job, rank, torch.device(place), backend, inside))
         playing.step(None)  # makes the optimizer's state, and the order of gathers
-        # A compiler leaves tensors in cycles. When the collector comes to them is chance, and models
+        # A compiler leaves tensors in cycles. When the collector comes to them is chance, and jobs
         # of two depths would not have the same lives.
         gc.collect()
         stack.enter_context(_without_collector())

@@ -17,7 +17,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from types import CodeType
@@ -28,6 +28,7 @@ from torch import Tensor
 
 import lamina.collectives
 from lamina.collectives import Ledger
+from lamina.models.base.computing_device import copies_planned_by
 from lamina.models.compat import (
     FakeTensor,
     TorchDispatchMode,
@@ -37,7 +38,13 @@ from lamina.models.compat import (
 from lamina.models.plan.record.operator_costs import cost_of, nbytes_of, tensors_in
 from lamina.models.plan.record.step_record import Life, Message, Operation, StepRecord
 from lamina.models.plan.record.storages import Counted, StoragesMade, takes_operators_apart
-from lamina.models.plan.record.torch_streams import Posted, Streams, is_collective, sent_by
+from lamina.models.plan.record.torch_streams import (
+    Event,
+    Posted,
+    Streams,
+    is_collective,
+    sent_by,
+)
 
 _MAKERS: dict[str, str | None] = {
     "lamina/models/plan/": None,
@@ -99,6 +106,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._event_times: list[float] = []
         self._streams = Streams() if streams is None else streams
         self._posted: list[Posted] = []
+        self._contexts = ExitStack()
         self._notes = True
         self._backwards, self._backward = 0, 0
 
@@ -111,11 +119,13 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._enter(storage, Life(0, "temporaries", False, []))
         self._name_states()
         self._ledger.__enter__()
+        self._contexts.enter_context(copies_planned_by(self._note_copy))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._contexts.close()
         self._ledger.__exit__(*exception)
         self._poll()
         self._name_states()
@@ -271,6 +281,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors_in(result):
             self._know(tensor)
 
+    def _note_copy(self, direction: str, nbytes: int) -> Event:
+        """A copy between host and device, and an event of its end."""
+        posted, end = self._streams.copy(direction, nbytes)
+        self._posted.append(posted)
+        return end
+
     def _messages(self) -> Iterator[Message]:
         """Collectives, with times on the host moved to the events before them."""
         for each in self._ledger.records:
@@ -287,8 +303,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places = {posted: first + number for number, posted in enumerate(self._posted)}
         for posted in self._posted:
             yield Message(
-                posted.axis, posted.group.group_name, posted.op, "", posted.nbytes, posted.between,
-                posted.group.size(), posted.issued, posted.waited, posted.after,
+                posted.axis, posted.communicator, posted.op, "", posted.nbytes, posted.between,
+                posted.ranks, posted.issued, posted.waited, posted.after,
                 tuple(places[before] for before in posted.behind if before in places),
             )  # fmt: skip
 

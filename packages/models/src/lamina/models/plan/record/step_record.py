@@ -14,6 +14,9 @@ CATEGORIES = (
     "temporaries",
 )
 
+HOST = "host"
+"""The axis of copies between a device and its host, in which no other rank takes part."""
+
 
 @dataclass
 class Life:
@@ -53,6 +56,8 @@ class Operation:
 @dataclass(frozen=True)
 class Message:
     """A collective of this rank: between which events it was issued and waited for.
+
+    A copy between the device and its host is one too, with the axis `host` and one rank.
 
     `waited` is None where the step never waits for the result. It begins once the kernels before
     the event `after` are done (those before it was issued, if that is None), and the messages
@@ -121,5 +126,6 @@ class StepRecord:
         """Bytes that this rank sends, by axis."""
         sent: Counter[str] = Counter()
         for message in self.messages:
-            sent[message.axis] += message.nbytes
+            if message.ranks > 1:
+                sent[message.axis] += message.nbytes
         return sent

@@ -24,15 +24,16 @@ from torch.distributed import ProcessGroup
 from lamina.mesh.engine import host_runs
 from lamina.models.compat import group_of_argument
 from lamina.models.plan.record.operator_costs import tensors_in
+from lamina.models.plan.record.step_record import HOST
 
 
 @dataclass(eq=False)
 class Posted:
-    """A collective of torch's: what this rank sends, and when."""
+    """A collective of torch's: what this rank sends, and when; or a copy, which has no group."""
 
     op: str
     nbytes: int
-    group: ProcessGroup
+    group: ProcessGroup | None
     issued: int
     after: int
     behind: set[Posted]
@@ -41,13 +42,27 @@ class Posted:
     @property
     def axis(self) -> str:
         """The mesh's axis, by the group's description."""
+        if self.group is None:
+            return HOST
         return self.group.group_desc.split(":", 1)[0].removeprefix("mesh_")
 
     @property
     def between(self) -> int:
         """The part of the bytes that goes to other hosts."""
+        if self.group is None:
+            return 0
         ranks = self.group.size()
         return self.nbytes * (ranks - len(host_runs(self.group).near)) // max(1, ranks - 1)
+
+    @property
+    def communicator(self) -> str:
+        """What takes its messages one after the other: a group, or a direction of copies."""
+        return self.op if self.group is None else str(self.group.group_name)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that take part."""
+        return 1 if self.group is None else self.group.size()
 
 
 @dataclass(eq=False)
@@ -104,7 +119,7 @@ class Stream:
         event.record(self)
         return event
 
-    def post(self, op: str, nbytes: int, group: ProcessGroup) -> Posted:
+    def post(self, op: str, nbytes: int, group: ProcessGroup | None) -> Posted:
         """Put a message behind all that this stream was given."""
         streams = self._streams
         after, behind = self.reached()
@@ -135,6 +150,7 @@ class Streams:
         self._now: Callable[[], int] = lambda: 0
         self._made = 0
         self.kernels = self.current = self._new()
+        self._copying: dict[str, Stream] = {}
 
     def now(self) -> int:
         """The number of the event that comes next; 0 outside a record."""
@@ -143,6 +159,14 @@ class Streams:
     def number_by(self, now: Callable[[], int]) -> None:
         """Take the numbers of another record from here on."""
         self._now = now
+
+    def copy(self, direction: str, nbytes: int) -> tuple[Posted, Event]:
+        """Post a copy between host and device on the stream of its direction."""
+        if direction not in self._copying:
+            self._copying[direction] = self._new()
+        stream = self._copying[direction]
+        stream.wait_stream(self.current)
+        return stream.post(direction, nbytes, None), stream.record_event()
 
     @contextmanager
     def recorded(self) -> Iterator[Streams]:

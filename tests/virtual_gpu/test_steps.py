@@ -124,3 +124,17 @@ def test_torchs_sanitizer_looks_at_a_step_with_released_weights(on_rank_0):
         end("no race")
     """
     assert on_rank_0(text, TORCH_CUDA_SANITIZER=1) == "no race"
+
+
+def test_units_that_are_offloaded_share_their_streams(on_rank_0):
+    """Memory serves the stream that has allocated it. So a stream for each unit would keep some."""
+    streams = on_rank_0("""
+        import torch
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        start()
+        model, optimizer = sharded(offload_policy=CPUOffloadPolicy())
+        train(model, optimizer, 3)
+        end(len({segment["stream"] for segment in torch.cuda.memory_snapshot()}))
+    """)
+    assert streams <= 4  # of kernels, and of reductions

@@ -58,7 +58,12 @@ from lamina.fsdp.units.casting import cast_buffers, keep_modules
 from lamina.fsdp.units.dtensors import LocalisedParameters
 from lamina.fsdp.units.materialise import materialise_unit, move_buffers
 from lamina.fsdp.units.plan import UnitPlan
-from lamina.fsdp.weights.offloaded import OffloadedWeights, check_offload, offloaded
+from lamina.fsdp.weights.offloaded import (
+    OffloadedWeights,
+    SideStream,
+    check_offload,
+    offloaded,
+)
 from lamina.fsdp.weights.sharded import EncodedWeights, ShardedWeights
 from lamina.fsdp.weights.unit_slots import UnitSlots, refuse_unavailable
 from lamina.mesh import ParallelLayout
@@ -71,9 +76,10 @@ class Sharding:
 
     `dense` and `expert` are the data-parallel axes of parameters (`expert` is None where the mesh
     has none), and along `model` ranks hold different parts of the model. The model computes on
-    `device`, with shards on the host if it is `offloaded`. `whole` are `id`s of parameters that no
-    shard boundary may cut, and `left_alone` of those that are not sharded at all. Units are
-    gathered into `pool`, by a plan of `slots` if there are some, and reduced from `scratch`.
+    `device`, with shards on the host if it is `offloaded`, where reductions take turns on the
+    streams `sides`. `whole` are `id`s of parameters that no shard boundary may cut, and
+    `left_alone` of those that are not sharded at all. Units are gathered into `pool`, by a plan of
+    `slots` if there are some, and reduced from `scratch`.
     """
 
     settings: ShardingSettings
@@ -83,6 +89,7 @@ class Sharding:
     model: ModelAxes
     device: torch.device
     offloaded: bool
+    sides: list[SideStream]
     whole: Collection[int]
     left_alone: Collection[int]
     scratch: ScratchBuffers
@@ -160,6 +167,7 @@ def resolve(
         model=model,
         device=device,
         offloaded=is_offloaded,
+        sides=[SideStream(device), SideStream(device)],
         whole=needs_whole_tensors(optimizer),
         left_alone=left_alone,
         scratch=ScratchBuffers(),
@@ -408,7 +416,7 @@ def _group_settings(strategy: Strategy, sharding: Sharding) -> GroupSettings:
         return common
     return replace(
         common,
-        reduction=offloaded(settings.rank_sum, device),
+        reduction=offloaded(settings.rank_sum, device, sharding.sides),
         casts_in_gathers=False,  # page-locked memory is copied as it is
         release_gradients=False,  # and kept
         kept_on=torch.device("cpu"),

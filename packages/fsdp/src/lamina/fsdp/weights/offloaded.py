@@ -4,6 +4,12 @@ The optimizer's step then runs on the host, over shards there. A gather copies t
 place in the unit's whole weights and gathers in place, so offloading adds no copy that the gather
 did not make. A reduction receives into a short-lived buffer on the device, which is copied to the
 host's main grads. Both run on streams of their own, beside the compute.
+
+Note [Two streams for all reductions]
+    What a reduction allocates on a stream serves that stream alone afterwards. So all units take
+    turns on two streams. With streams of their own they reserved their buffers once for each unit.
+    They are two, because two reductions may be under way: the first one's copy to the host must not
+    wait for what the second one waits for.
 """
 
 from collections.abc import Callable, Generator
@@ -123,7 +129,12 @@ class OffloadedSum(RankSum):
     """
 
     def __init__(
-        self, make: Callable[..., RankSum], device: torch.device, main: FlatBuffer, *state: Any
+        self,
+        make: Callable[..., RankSum],
+        device: torch.device,
+        sides: list[SideStream],
+        main: FlatBuffer,
+        *state: Any,
     ) -> None:
         super().__init__(main, *state)
         self.device = device
@@ -134,9 +145,7 @@ class OffloadedSum(RankSum):
         self._inner = make(self._staging, *state)
         self.adds_to_final = self._inner.adds_to_final
         self.sums_in_main = self._inner.sums_in_main
-        # Two, because two reductions may be under way: the first one's copy to the host must not
-        # wait for what the second one waits for.
-        self._sides = [SideStream(device), SideStream(device)]
+        self._sides = sides  # all units', see Note [Two streams for all reductions]
 
     def run(
         self, wire: torch.Tensor, before: GradientState, final: bool, finds: bool
@@ -190,6 +199,8 @@ class _Beside:
             self._handle.wait()
 
 
-def offloaded(reduction: GradientReduction, device: torch.device) -> GradientReduction:
-    """The same reduction for main grads on the host."""
-    return replace(reduction, make=partial(OffloadedSum, reduction.make, device))
+def offloaded(
+    reduction: GradientReduction, device: torch.device, sides: list[SideStream]
+) -> GradientReduction:
+    """The same reduction for main grads on the host, on two streams that all units share."""
+    return replace(reduction, make=partial(OffloadedSum, reduction.make, device, sides))

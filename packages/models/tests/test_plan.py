@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lamina.mesh import ParallelLayout
 from lamina.models import (
@@ -164,6 +165,11 @@ def test_what_is_offloaded_takes_the_time_of_its_copies():
     slow = replace(quick, gpu=replace(quick.gpu, host=1e9))
     longer = replay(record, slow).total - replay(record, quick).total
     assert 0.5 < longer / (sum(sent.values()) / 1e9) < 1.0
+
+
+def test_weights_on_the_host_are_refused():
+    with pytest.raises(ValueError, match="Plan without it: then weights, gradients and optimizer"):
+        Job(config=CONFIG, ranks=2, settings={"offload_policy": CPUOffloadPolicy()})
 
 
 def test_what_a_forward_leaves_for_its_backward_is_an_activation():

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import lamina.fsdp as fsdp
 from lamina.ddp import clip_grad_norm, finalize_grads
@@ -77,7 +78,7 @@ class Job:
         stage: layers per pipeline stage, if they are not cut by cost.
 
     Raises:
-        ValueError: a batch that the microbatches do not divide.
+        ValueError: a batch that the microbatches do not divide, or weights that are offloaded.
         LayoutError: ranks that do not fill the layout.
 
     Examples:
@@ -109,6 +110,12 @@ class Job:
             raise ValueError(
                 f"batch={self.batch} sequences of a data-parallel rank and microbatches="
                 f"{self.microbatches}: microbatches are equal, so they must divide the batch"
+            )
+        if isinstance(self.settings.get("offload_policy"), CPUOffloadPolicy):
+            raise ValueError(
+                "settings={'offload_policy': CPUOffloadPolicy()}: a plan has the memory of a GPU "
+                "alone. Plan without it: then weights, gradients and optimizer state count, which "
+                "would lie on the host"
             )
         changes: dict[str, Any] = {"max_sequence_length": self.sequence}
         if layout.tp > 1:

@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -326,6 +326,36 @@ def dtensors_forget_what_they_know_of_meshes():
         assert hits[2] == 0
 
 
+def dtensors_find_shapes_in_a_context_and_as_before_afterwards():
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    entered = []
+
+    @contextmanager
+    def context():
+        entered.append(True)
+        yield
+
+    find = ShardingPropagator._propagate_tensor_meta_non_cached
+    with init_distributed("fake", rank=0, world_size=2):
+        of_models.forget_specs()
+        shards = distribute_tensor(torch.ones(2, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with of_models.specs_found_in(context):
+            assert torch.add(shards, 1.0).shape == (2, 4)
+    assert entered
+    assert ShardingPropagator._propagate_tensor_meta_non_cached is find
+
+
+def operators_get_a_form_for_a_while():
+    x = torch.empty(2, 2, device="meta")
+    with of_models.scoped_library("lamina_tests", "FRAGMENT") as library:
+        library.define("halved(Tensor x) -> Tensor")
+        library.impl("halved", lambda x: x[:1], "Meta")
+        assert torch.ops.lamina_tests.halved(x).shape == (1, 2)
+    with pytest.raises(AttributeError):
+        _ = torch.ops.lamina_tests.halved
+
+
 def threads_carry_objects():
     of_collectives.set_in_thread("lamina.tests", ("x",))
     assert of_collectives.is_in_thread("lamina.tests")
@@ -506,6 +536,8 @@ CHECKS = {
     operators_made_of_others_have_parts: "parts_of",
     collectives_tell_their_group: "group_of_argument",
     dtensors_forget_what_they_know_of_meshes: "forget_specs",
+    dtensors_find_shapes_in_a_context_and_as_before_afterwards: "specs_found_in",
+    operators_get_a_form_for_a_while: "scoped_library",
     threads_carry_objects: "set_in_thread is_in_thread get_in_thread remove_from_thread",
     a_block_of_memory_can_be_shared: "shared_block",
     a_group_is_found_by_its_name: "group_named",

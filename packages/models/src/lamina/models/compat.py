@@ -110,7 +110,7 @@ def specs_found_in(context: Callable[[], AbstractContextManager[object]]) -> Ite
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    find = ShardingPropagator._propagate_tensor_meta
+    find = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def find_in_context(self: ShardingPropagator, schema: Any) -> Any:
         with context():

@@ -13,7 +13,7 @@ Note [Steps of a ring are exchanges of all]
     (`record_stream`). Such memory is free when the device has come to that point, and not when the
     host has let it go. A host is ahead, so a step of context parallelism reserved a third more (on
     the virtual GPU). Of a collective's tensors the backend keeps a reference until `wait` instead.
-    So a step of a ring is an all-to-all, in which each rank has something for one peer alone.
+    So over NCCL a step of a ring is an all-to-all, in which each rank has something for one peer.
 """
 
 import math
@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from lamina.collectives.call.checks import require_disjoint, require_same_device
 from lamina.collectives.call.collective import Handle, Pending, issue, launch
 from lamina.collectives.compat import one_graph_break
-from lamina.collectives.transport.groups import served_by_gloo, where
+from lamina.collectives.transport.groups import backend_name, served_by_gloo, where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Completion, exchange, nothing_left
 
@@ -100,14 +100,26 @@ def send_recv(
                 for out, into in zip(outgoing, incoming, strict=True)
             ]
             return lambda: [end() for end in ends]
-        # See Note [Steps of a ring are exchanges of all].
-        works = [
-            dist.all_to_all(
-                _for_each_rank(into, source, size), _for_each_rank(out, target, size),
-                group=group, async_op=True,
-            )
-            for out, into in zip(outgoing, incoming, strict=True)
-        ]  # fmt: skip
+        if backend_name(group, device) == "nccl":
+            # See Note [Steps of a ring are exchanges of all].
+            works = [
+                dist.all_to_all(
+                    _for_each_rank(into, source, size), _for_each_rank(out, target, size),
+                    group=group, async_op=True,
+                )
+                for out, into in zip(outgoing, incoming, strict=True)
+            ]  # fmt: skip
+        else:
+            messages = [
+                dist.P2POp(moves, tensor, group=group, group_peer=peer)
+                for moves, pieces, peer in (
+                    (dist.isend, outgoing, target),
+                    (dist.irecv, incoming, source),
+                )
+                for tensor in pieces
+                if tensor.numel()
+            ]
+            works = dist.batch_isend_irecv(messages) if messages else []
         return lambda: [work.wait() for work in works]
 
     handle = launch(Handle(call, (*sends, *received)), lane, device, post)

@@ -63,6 +63,7 @@ from lamina.fsdp.weights.offloaded import (
     SideStream,
     check_offload,
     offloaded,
+    two_streams,
 )
 from lamina.fsdp.weights.sharded import EncodedWeights, ShardedWeights
 from lamina.fsdp.weights.unit_slots import UnitSlots, refuse_unavailable
@@ -167,7 +168,7 @@ def resolve(
         model=model,
         device=device,
         offloaded=is_offloaded,
-        sides=[SideStream(device), SideStream(device)],
+        sides=two_streams(device),
         whole=needs_whole_tensors(optimizer),
         left_alone=left_alone,
         scratch=ScratchBuffers(),

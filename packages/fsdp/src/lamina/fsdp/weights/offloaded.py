@@ -199,6 +199,11 @@ class _Beside:
             self._handle.wait()
 
 
+def two_streams(device: torch.device) -> list[SideStream]:
+    """What a model's reductions take turns on. See Note [Two streams for all reductions]."""
+    return [SideStream(device), SideStream(device)]
+
+
 def offloaded(
     reduction: GradientReduction, device: torch.device, sides: list[SideStream]
 ) -> GradientReduction:

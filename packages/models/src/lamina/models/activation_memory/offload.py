@@ -169,7 +169,7 @@ class OnHost:
         self._used = 0
         self._streams = streams
         self._copy: Tensor | None = None
-        self._copied: Any = None  # events of the two copies, on a GPU
+        self._copied: Any = None  # events of the two copies, on a GPU and in a plan
         self._arrived: Any = None
         self._computing: Any = None  # the stream that the copy on the device was allocated on
         # The tensor itself, which the copy to the host reads.
@@ -206,7 +206,6 @@ class OnHost:
         if self._leaving is not None and self._leaving._version == self._version:
             self._copy = self._leaving  # nothing has written into it since
             return
-        self.leave()  # so the computing stream comes after the copy to the host
         # Allocated on the computing stream, for which the copy waits. The allocator reuses such
         # memory in the order of that stream, so a host that runs ahead does not allocate more.
         self._copy = torch.empty_like(self._host, device=self.device)
@@ -215,6 +214,7 @@ class OnHost:
             self._arrived = planned_copy("copy_from_host", self._copy.nbytes)
             return
         back, self._computing = self._streams.back, torch.cuda.current_stream(self.device)
+        back.wait_event(self._copied)  # another stream has come after it, if forward ran there
         back.wait_stream(self._computing)
         with torch.cuda.stream(back):
             self._copy.copy_(self._host, non_blocking=True)

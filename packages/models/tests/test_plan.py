@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import re
@@ -165,6 +166,19 @@ def test_what_is_offloaded_takes_the_time_of_its_copies():
     slow = replace(quick, gpu=replace(quick.gpu, host=1e9))
     longer = replay(record, slow).total - replay(record, quick).total
     assert 0.5 < longer / (sum(sent.values()) / 1e9) < 1.0
+
+
+def test_the_collector_does_not_run_in_the_step_that_is_recorded():
+    """A compiler leaves cycles. When they are collected would decide what a plan says."""
+    seen = []
+
+    def inputs(tokens, labels):
+        seen.append(gc.isenabled())
+        return {"tokens": tokens, "labels": labels}
+
+    play(Job(config=CONFIG, ranks=2, sequence=64, inputs=inputs))
+    assert seen == [True, False]
+    assert gc.isenabled()
 
 
 def test_weights_on_the_host_are_refused():

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = [
     "HAS_SCALED_MM_V2_ON_CPU",
     "HAS_WIDE_ADDMM_ON_META",
+    "LACKS_WRITTEN_SCALED_MM_ON_META",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -61,6 +62,10 @@ HAS_WIDE_ADDMM_ON_META = TorchVersion(torch.__version__) >= "2.12"
 scaled_mm = torch._scaled_mm
 # Not `torch._scaled_mm_v2`, which Dynamo of torch 2.12 does not trace.
 scaled_mm_v2 = torch.ops.aten._scaled_mm_v2
+# torch 2.11 to 2.14 know what it gives, but not that it may be written into a result.
+LACKS_WRITTEN_SCALED_MM_ON_META = hasattr(
+    scaled_mm_v2, "out"
+) and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2.out", "Meta")
 
 # Attention that gives the logarithm of each row's sum beside the output.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention

@@ -100,26 +100,9 @@ def send_recv(
                 for out, into in zip(outgoing, incoming, strict=True)
             ]
             return lambda: [end() for end in ends]
-        if backend_name(group, device) == "nccl":
-            # See Note [Steps of a ring are exchanges of all].
-            works = [
-                dist.all_to_all(
-                    _for_each_rank(into, source, size), _for_each_rank(out, target, size),
-                    group=group, async_op=True,
-                )
-                for out, into in zip(outgoing, incoming, strict=True)
-            ]  # fmt: skip
-        else:
-            messages = [
-                dist.P2POp(moves, tensor, group=group, group_peer=peer)
-                for moves, pieces, peer in (
-                    (dist.isend, outgoing, target),
-                    (dist.irecv, incoming, source),
-                )
-                for tensor in pieces
-                if tensor.numel()
-            ]
-            works = dist.batch_isend_irecv(messages) if messages else []
+        by_nccl = backend_name(group, device) == "nccl"
+        start = _exchange_of_all if by_nccl else _sends_and_receives
+        works = start(group, (target, outgoing), (source, incoming))
         return lambda: [work.wait() for work in works]
 
     handle = launch(Handle(call, (*sends, *received)), lane, device, post)
@@ -159,10 +142,34 @@ def ring(
             at_hand = buffers[step % 2] = passing.wait()
 
 
-def _for_each_rank(piece: torch.Tensor, peer: int, size: int) -> list[torch.Tensor]:
-    """What an exchange of all ranks has for each: the piece for one peer, nothing for others."""
-    nothing = piece[:0]
-    return [piece if rank == peer else nothing for rank in range(size)]
+_Pieces: TypeAlias = tuple[int, list[torch.Tensor]]
+"""A peer's rank, and the tensors that go there or come from there."""
+
+
+def _exchange_of_all(group: ProcessGroup, there: _Pieces, here: _Pieces) -> list[dist.Work]:
+    """See Note [Steps of a ring are exchanges of all]."""
+
+    def for_each_rank(piece: torch.Tensor, peer: int) -> list[torch.Tensor]:
+        nothing = piece[:0]
+        return [piece if rank == peer else nothing for rank in range(group.size())]
+
+    return [
+        dist.all_to_all(
+            for_each_rank(into, here[0]), for_each_rank(out, there[0]), group=group, async_op=True
+        )
+        for out, into in zip(there[1], here[1], strict=True)
+    ]
+
+
+def _sends_and_receives(group: ProcessGroup, there: _Pieces, here: _Pieces) -> list[dist.Work]:
+    """Messages between the neighbours, in one batch."""
+    messages = [
+        dist.P2POp(moves, tensor, group=group, group_peer=peer)
+        for moves, (peer, pieces) in ((dist.isend, there), (dist.irecv, here))
+        for tensor in pieces
+        if tensor.numel()
+    ]
+    return dist.batch_isend_irecv(messages) if messages else []
 
 
 def _sources(

@@ -206,6 +206,7 @@ class OnHost:
         if self._leaving is not None and self._leaving._version == self._version:
             self._copy = self._leaving  # nothing has written into it since
             return
+        self.leave()
         # Allocated on the computing stream, for which the copy waits. The allocator reuses such
         # memory in the order of that stream, so a host that runs ahead does not allocate more.
         self._copy = torch.empty_like(self._host, device=self.device)
@@ -213,9 +214,11 @@ class OnHost:
             self._copy.copy_(self._host)
             self._arrived = planned_copy("copy_from_host", self._copy.nbytes)
             return
-        back, self._computing = self._streams.back, torch.cuda.current_stream(self.device)
-        back.wait_event(self._copied)  # another stream has come after it, if forward ran there
-        back.wait_stream(self._computing)
+        back, forward = self._streams.back, self._computing
+        self._computing = torch.cuda.current_stream(self.device)
+        # Forward's stream, which may be another one, has come after the copy to the host.
+        for stream in dict.fromkeys((forward, self._computing)):
+            back.wait_stream(stream)
         with torch.cuda.stream(back):
             self._copy.copy_(self._host, non_blocking=True)
             self._arrived = back.record_event()

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lamina.models.attention import kernels
 from lamina.models.base import computing_device
 from lamina.models.base.computing_device import has_values, planned_as
-from lamina.models.compat import scoped_library
+from lamina.models.compat import LACKS_WRITTEN_SCALED_MM_ON_META, scoped_library
 from lamina.models.layers.norms import rms_norm_on_cpu
 from lamina.models.plan.record.storages import local_memory
 
@@ -68,10 +68,10 @@ def device_forms(device_type: str) -> Iterator[None]:
     )
     for module, name, _, function in replaced:
         setattr(module, name, function)
-    # torch knows what a product in FP8 gives, but not that it may be written into a result.
     try:
         with planned_as(device_type), scoped_library("aten", "IMPL") as library:
-            library.impl("_scaled_mm_v2.out", _written, "Meta")
+            if LACKS_WRITTEN_SCALED_MM_ON_META:
+                library.impl("_scaled_mm_v2.out", _written, "Meta")
             yield
     finally:
         for module, name, function, _ in replaced:

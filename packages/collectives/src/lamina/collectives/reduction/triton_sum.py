@@ -84,11 +84,7 @@ def fused_sum(
         slices = rows.slices()
     partials, count = None, 0
     if statistics is not None:
-        # Each program of a launch writes one partial norm. The launch chooses how many programs
-        # there are, so there is room for the most.
-        smallest = min(each.span for each in CONFIGS)
-        most = triton.cdiv(output.numel(), smallest)
-        partials = torch.empty(most, dtype=torch.float64, device=output.device)
+        partials = _room_for_norms(output)
     for place, part in slices:
         target, kept = output[place], None if partials is None else partials[count:]
         count += triton.cdiv(
@@ -105,6 +101,13 @@ def fused_sum(
         BLOCK=2048,
         num_warps=8,
     )
+
+
+def _room_for_norms(output: torch.Tensor) -> torch.Tensor:
+    """Room for the partial norm that each program of a launch writes, of the most programs."""
+    smallest = min(each.span for each in CONFIGS)
+    most = triton.cdiv(output.numel(), smallest)
+    return torch.empty(most, dtype=torch.float64, device=output.device)
 
 
 def measured_choices() -> dict[tuple[Any, ...], Config]:
@@ -183,7 +186,7 @@ def _choose(rows: torch.Tensor, output: torch.Tensor, accumulate: bool, norm: bo
     # Beside the caller's output: a trial with `accumulate` would add to it.
     length = min(output.numel(), _TUNE_ON)
     inputs, target = rows[:, :length], torch.zeros_like(output[:length])
-    partials = torch.empty(length, dtype=torch.float64, device=output.device) if norm else None
+    partials = _room_for_norms(target) if norm else None
     times = {
         config: _time(partial(_launch, inputs, target, None, accumulate, partials, config))
         for config in configs_for(len(rows))

@@ -71,6 +71,7 @@ SIZES = {
     "8b": Size(4096, 32, 32, 8, 14336, 128256, 8192),
     "30b-moe": Size(2048, 48, 32, 4, 768, 151936, 8192, experts=128, chosen=8),
     "70b": Size(8192, 80, 64, 8, 28672, 128256, 8192),
+    "405b": Size(16384, 126, 128, 8, 53248, 128256, 8192),
 }
 
 
@@ -244,11 +245,12 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens to logits."""
+    """Tokens to logits; without embedding or head a stage of it, from and to hidden states."""
 
     def __init__(self, size: Size, cut: Cut | None = None) -> None:
         super().__init__()
         self.head_width, self.cut = size.head, cut or Cut()
+        self.tokens: int | None = None  # of a sequence, if hidden states have fewer (by tp)
         vocabulary = size.vocabulary // self.cut.tp
         self.embedding = nn.Embedding(vocabulary, size.width)
         self.blocks = nn.ModuleList([Block(size, self.cut) for _ in range(size.blocks)])
@@ -257,13 +259,15 @@ class Llama(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """One forward."""
-        places = torch.arange(ids.shape[1], device=ids.device).float()
+        places = torch.arange(self.tokens or ids.shape[1], device=ids.device).float()
         pairs = torch.arange(0, self.head_width, 2, device=ids.device).float()
         angles = torch.outer(places, 5e5 ** (-pairs / self.head_width))
         cos, sin = angles.cos(), angles.sin()
-        x = self.cut.added(self.embedding(ids))
+        x = ids if self.embedding is None else self.cut.added(self.embedding(ids))
         for block in self.blocks:
             x = block(x, cos, sin)
+        if self.head is None:
+            return x
         return self.cut.joined(self.head(self.cut.copied(self.norm(x))))
 
 
@@ -300,7 +304,7 @@ def cut_by_dtensors(model: Llama, mesh: DeviceMesh) -> None:
         **{f"mlp.{name}": columns() for name in ("gate", "up")},
         "mlp.down": rows(output_layouts=own),
     }
-    parallelize_module(model, mesh, ends)
+    parallelize_module(model, mesh, {n: how for n, how in ends.items() if getattr(model, n)})
     for each in model.blocks:
         parallelize_module(each, mesh, block)
 

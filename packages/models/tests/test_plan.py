@@ -198,6 +198,37 @@ def test_what_a_forward_leaves_for_its_backward_is_an_activation():
     assert recorder.record.peak()["weights"] == 50 * 50 * 4
 
 
+def test_a_record_follows_another():
+    """What is there still has its life in the record before, and what goes goes in the new one."""
+    with StepRecorder("cpu") as recorder:
+        weights, shrunk = [torch.ones(50, 50)], torch.ones(20)
+        shrunk.untyped_storage().resize_(0)
+        before = recorder.next_record(lambda: {"weights": weights})
+        product = weights[0] @ weights[0]
+        weights.clear()
+        product.exp_()
+    assert [life.died for life in before.lives] == [None, None]
+    weight, nothing, result = recorder.record.lives
+    assert (weight.earlier, nothing.earlier, result.earlier) == (*before.lives, None)
+    assert (weight.category, weight.born, weight.died) == ("weights", 0, 2)
+    assert nothing.sizes == [(0, 0)]
+    assert [operation.at for operation in recorder.record.operations] == [0, 1]
+
+
+def test_a_storage_that_was_emptied_is_not_there_beside_the_next_one():
+    """Also if the next one's memory is made without values, and if `set_` fills it in between."""
+    with StepRecorder("cpu") as recorder:
+        first = torch.ones(1000)
+        first.untyped_storage().resize_(0)
+        second = torch.empty(1000)
+        second.untyped_storage().resize_(0)
+        torch.empty(0).set_(second.untyped_storage(), 0, (500,), (1,))
+        second.untyped_storage().resize_(0)
+    assert sum(recorder.record.peak().values()) == 4000
+    sizes = [nbytes for life in recorder.record.lives for _, nbytes in life.sizes if nbytes]
+    assert sizes == [4000, 4000, 2000]
+
+
 def test_meta_tensors_are_kept_and_multiplied_as_on_a_gpu():
     x = torch.empty(8, 1024, dtype=torch.bfloat16, device="meta", requires_grad=True)
     norm, kept = RMSNorm(1024).to("meta", torch.bfloat16), []

@@ -13,7 +13,7 @@ from lamina.models import TransformerConfig
 from lamina.models.plan import Job, plan
 from lamina.models.plan.preflight import complaints
 from lamina.models.plan.record.allocator import CachingAllocator, reserved_for
-from lamina.models.plan.record.step_record import Life, StepRecord
+from lamina.models.plan.record.step_record import Life, Operation, StepRecord
 
 MIB = 1 << 20
 
@@ -58,30 +58,46 @@ def test_the_smallest_free_block_that_fits_is_taken():
     assert allocator.reserved == 160 * MIB
 
 
+def again(life: Life) -> Life:
+    """The life in the next record of what is still there."""
+    return Life(0, life.category, False, [(0, life.sizes[-1][1])], earlier=life)
+
+
 def test_states_that_the_first_update_makes_lie_where_the_next_step_wants_to():
     """They take the place of the first step's activations, and the second needs another."""
-    record = StepRecord(
-        lives=[
-            Life(0, "weights", False, [(0, 100 * MIB)]),
-            Life(0, "optimizer state", False, [(0, 60 * MIB)]),
-            Life(1, "activations", True, [(1, 100 * MIB)], died=5),
-        ],
-        marks=[(6, "optimizer")],
-        end=7,
-    )
-    assert reserved_for(record) == (100 + 100 + 100) * MIB
-    assert reserved_for(record, workspaces=40 * MIB) == (100 + 100 + 100) * MIB
+    weights = Life(0, "weights", False, [(0, 100 * MIB)])
+    states = Life(6, "optimizer state", False, [(6, 60 * MIB)])
+    activations = Life(1, "activations", True, [(1, 100 * MIB)], died=5)
+    first = StepRecord(lives=[weights, activations, states], end=7)
+    next_step = StepRecord(lives=[again(weights), again(states), activations], end=7)
+    assert reserved_for(first, next_step) == (100 + 100 + 100) * MIB
+
+
+def test_workspaces_come_first_or_where_the_first_products_are():
+    """In the second case they lie in a hole, and nothing has to be reserved for them."""
+    activations = Life(1, "activations", True, [(1, 100 * MIB)], died=3)
+    first = StepRecord(lives=[activations], end=7)
+    first.operations += [Operation("mm", at, back, 1.0, 0) for at, back in ((4, 0), (5, 1))]
+    nothing = StepRecord(end=7)
+    assert reserved_for(first, nothing, 40 * MIB) == (40 + 100) * MIB
+    assert reserved_for(first, nothing, 40 * MIB, made_early=False) == 100 * MIB
 
 
 def test_storages_that_are_resized_take_and_give_back():
-    record = StepRecord(
-        lives=[
-            Life(0, "gathered units", False, [(0, 0), (2, 50 * MIB), (4, 0)]),
-            Life(4, "temporaries", False, [(4, 50 * MIB)], died=6),
-        ],
-        end=6,
-    )
-    assert reserved_for(record) == 50 * MIB
+    gathered = Life(0, "gathered units", False, [(0, 0), (2, 50 * MIB), (4, 0)])
+    record = StepRecord(lives=[gathered, Life(4, "temporaries", False, [(4, 50 * MIB)], 6)], end=6)
+    assert reserved_for(record, StepRecord()) == 50 * MIB
+
+
+def test_what_a_step_leaves_is_given_back_by_the_next_one():
+    """Gradients that the next backward replaces: there are two of them at no time."""
+    made = Life(5, "gradients", False, [(5, 50 * MIB)])
+    left = again(made)
+    left.died = 2
+    steady = StepRecord(lives=[left, Life(5, "gradients", False, [(5, 50 * MIB)])], end=6)
+    assert reserved_for(StepRecord(lives=[made], end=6), steady) == 50 * MIB
+    left.died = 6
+    assert reserved_for(StepRecord(lives=[made], end=6), steady) == 100 * MIB
 
 
 def test_a_plan_reserves_what_it_allocates_and_fragments():
@@ -93,7 +109,8 @@ def test_a_plan_reserves_what_it_allocates_and_fragments():
     assert shallow.worst.extrapolated
     assert not whole.worst.extrapolated
     assert whole.allocated == shallow.allocated
-    assert whole.reserved == reserved_for(whole.played[0].record, whole.worst.memory["workspaces"])
+    played, workspaces = whole.played[0], whole.worst.memory["workspaces"]
+    assert whole.reserved == reserved_for(played.before, played.record, workspaces)
     assert whole.reserved == whole.allocated + whole.worst.fragments
     assert whole.margin == whole.machine.gpu.memory - whole.machine.costs.context - whole.reserved
 

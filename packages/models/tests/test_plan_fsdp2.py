@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -52,6 +53,9 @@ def test_a_gather_begins_before_the_unit_before_it_has_computed():
     third = gathers[2]  # of the second block, while the first one computes
     assert third.after < third.issued - 10
     assert all(message.waited is not None for message in gathers)
+    # Streams and events of the first step are known by the second one's numbers.
+    assert all(0 <= message.after <= message.issued <= message.waited for message in gathers)
+    assert min(message.after for message in gathers) < 10
 
 
 def _model():
@@ -122,6 +126,55 @@ def test_dtensors_have_what_a_rank_has_of_them():
     logits = 2 * 128 * 512 // 2 * 4
     assert max(size for life in record.lives for _, size in life.sizes) == logits
     assert {message.axis for message in record.messages} == {"dp_shard", "tp"}
+
+
+class Half(nn.Module):
+    """One of two stages: a layer, and forwards of all microbatches before the backwards."""
+
+    schedule = None
+
+    def __init__(self, model, job, mesh):
+        super().__init__()
+        self.group = mesh["pp"].get_group()
+        self.place, self.microbatches = self.group.rank(), job.microbatches
+        self.layer = fully_shard(model[self.place], mesh=mesh["dp_shard"])
+        self.hidden = job.batch // job.microbatches, job.sequence, job.config.hidden_size
+
+    def step(self, tokens, labels):
+        other, kept = dist.get_global_rank(self.group, 1 - self.place), []
+        for _ in range(self.microbatches):
+            hidden = torch.empty(self.hidden)
+            if self.place:
+                dist.recv(hidden, other, self.group)
+            kept.append((hidden.requires_grad_(), self.layer(hidden)))
+            if not self.place:
+                dist.send(kept[-1][1].detach(), other, self.group)
+        for hidden, result in kept:
+            grad = torch.empty(self.hidden)
+            if not self.place:
+                dist.recv(grad, other, self.group)
+            result.backward(grad)
+            if self.place:
+                dist.send(hidden.grad, other, self.group)
+
+
+def test_another_programs_pipeline_is_planned():
+    def make(config, mesh):
+        return nn.ModuleList(nn.Linear(128, 128) for _ in range(2))
+
+    job = replace(
+        JOB, ranks=4, layout=ParallelLayout(pp=2), microbatches=2, schedule="gpipe", make=make,
+        shard=Half, stage=(1, 2), config=replace(CONFIG, num_layers=3),
+    )  # fmt: skip
+    planned = plan(job, whole=True)
+    hidden = 2 * 128 * 128 * 4  # of the whole batch, in fp32
+    for stage in planned.stages:
+        assert stage.sent["pp"] == hidden
+        assert stage.parameters == 128 * 128 + 128, "whole, as of DTensors"
+    sent = [m for m in planned.played[0].record.messages if m.op == "send"]
+    assert [(m.nbytes, m.waited) for m in sent] == [(hidden / 2, None)] * 2
+    passes = planned.stages[0].forward + planned.stages[0].backward
+    assert planned.seconds["bubbles"] == pytest.approx(passes / 2, rel=0.2)  # of (2 - 1) / 2
 
 
 def test_offloaded_activations_are_not_on_the_device():

@@ -36,7 +36,7 @@ from lamina.models.plan.record.compiled import GraphRecorder, compiled
 from lamina.models.plan.record.device_forms import device_forms
 from lamina.models.plan.record.recorder import StepRecorder
 from lamina.models.plan.record.step_record import StepRecord
-from lamina.models.plan.record.storages import Counted, StoragesMade, local_memory
+from lamina.models.plan.record.storages import local_memory
 from lamina.models.plan.record.torch_streams import Streams
 
 BLOCKS = (TransformerBlock, ResidualBlock)
@@ -47,6 +47,16 @@ RANKS_PER_HOST = 8
 class _Accumulates(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backwards are not the last of the step."""
+
+
+@runtime_checkable
+class RunsSchedule(Protocol):
+    """A rank's stages of a pipeline: forward and backward of all microbatches are one call."""
+
+    schedule: Any
+
+    def step(self, tokens: Tensor, labels: Tensor, /) -> object:
+        """Forward and backward of a batch."""
 
 
 Shard = Callable[[nn.Module, "Job", ParallelMesh], nn.Module]
@@ -73,7 +83,9 @@ class Job:
         make: builds the model of a config on a mesh, if it is no `GPTModel`.
         shard: makes a model on the meta device data-parallel in place of `fully_shard`, such as
             `fsdp2`. Then it gets fake tensors (torch's `FakeTensorMode`) for its memory, which
-            engines of others take for real ones, and AdamW.
+            engines of others take for real ones, and AdamW. Over `pp` it returns the rank's stages
+            (`job.stages_of`): a module with `step(tokens, labels)`, and the `schedule` of torch
+            that it runs.
         inputs: the model's arguments from tokens and labels.
         stage: layers per pipeline stage, if they are not cut by cost.
 
@@ -210,9 +222,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Played:
-    """One rank's steady step: its record, and the parameters of the modules that it holds."""
+    """One rank's steady step, what was before it, and the parameters of its modules.
+
+    `before` is the record of how memory was made, and of the first step.
+    """
 
     record: StepRecord
+    before: StepRecord
     parameters: int
 
 
@@ -238,24 +254,24 @@ def play(
             stack.callback(torch.compiler.reset)  # graphs have the shapes of this job
         streams = stack.enter_context(Streams().recorded())
         tensors = None if job.shard is None else FakeTensorMode(allow_non_fake_inputs=True)
-        made = StoragesMade(Counted(place, tensors))
-        inside = (made,) if tensors is None else (tensors, made)
-        playing = stack.enter_context(program(job, rank, torch.device(place), backend, inside))
-        playing.step(None)  # makes the optimizer's state, and the order of gathers
-        # A compiler leaves tensors in cycles. When the collector comes to them is chance, and jobs
-        # of two depths would not have the same lives.
-        gc.collect()
-        stack.enter_context(_without_collector())
         kind = GraphRecorder if job.compiled else StepRecorder
-        recorder = kind(place, playing.states, made, rounded, streams)
+        recorder = kind(place, rounded=rounded, streams=streams)
+        inside: list[AbstractContextManager[object]] = [recorder]
         if tensors is not None:
+            inside.insert(0, tensors)
             stack.enter_context(specs_found_in(recorder.unnoted))
-        with recorder:
-            playing.step(recorder.mark)
+        with program(job, rank, torch.device(place), backend, inside) as playing:
+            playing.step(recorder.mark)  # makes the optimizer's state, and the order of gathers
+            # A compiler leaves tensors in cycles. When the collector comes to them is chance, and
+            # jobs of two depths would not have the same lives.
+            gc.collect()
+            before = recorder.next_record(playing.states)
+            with _without_collector():
+                playing.step(recorder.mark)
         # What torch leaves uncompiled in blocks that were given to it is not fused in a run either.
         given = any("_orig_mod" in module._modules for module in playing.module.modules())
         recorder.record.fused = recorder.record.fused or given
-        return Played(recorder.record, playing.parameters)
+        return Played(recorder.record, before, playing.parameters)
 
 
 @contextmanager
@@ -325,7 +341,7 @@ def program(
         ids = torch.zeros(job.batch, job.sequence, dtype=torch.int64, device=device)
 
         def step(mark: Callable[[str], None] | None) -> None:
-            if isinstance(module, PipelineRunner):
+            if isinstance(module, RunsSchedule):
                 module.step(ids, ids)
             else:
                 _passes(module, job, mesh, ids)

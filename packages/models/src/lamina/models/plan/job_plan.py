@@ -266,8 +266,11 @@ def _plan_stage(
 
     values, extrapolated = (run(job).numbers, False) if whole else _from_few(job, rank, run)
     workspaces = workspaces_of(at.gpu)
+    early = job.shard is None
     beyond = [
-        reserved_for(played.record, workspaces) - sum(played.record.peak().values()) - workspaces
+        reserved_for(played.before, played.record, workspaces, made_early=early)
+        - sum(played.record.peak().values())
+        - workspaces
         for played, _ in shown
     ]
 

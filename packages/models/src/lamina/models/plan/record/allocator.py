@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lamina.models.plan.record.step_record import Life, StepRecord
@@ -23,8 +24,6 @@ _LEAST = 512
 _SEGMENT = 2 * _MIB
 _SEGMENT_OF_MIDDLE = 20 * _MIB
 _LARGE = 10 * _MIB
-_STEPS = 3
-"""Steps that are played: the first makes the optimizer's state, the second finds it in its way."""
 
 Pool = tuple[int, bool]
 """Blocks that serve each other's requests: those of a stream, small or large."""
@@ -112,55 +111,69 @@ class CachingAllocator:
         insort(self._free[block.pool], (block.size, block.address))
 
 
-def reserved_for(record: StepRecord, workspaces: int = 0) -> int:
+def reserved_for(
+    before: StepRecord, record: StepRecord, workspaces: int = 0, *, made_early: bool = True
+) -> int:
     """Bytes that are reserved once steps repeat a record.
 
     Args:
-        record: of a steady step, with the storages that were there before it.
-        workspaces: bytes that libraries keep, in two equal parts, from the first products on.
+        before: what makes the memory that steps rest on, and the first step. It leaves holes in
+            which steady steps find their places.
+        record: of the step that comes next, and again.
+        workspaces: bytes that libraries keep for products, in two equal parts.
+        made_early: whether they are made before anything else, as Lamina has it. Otherwise the
+            first products of a forward and of a backward make them.
     """
     allocator, blocks = CachingAllocator(), dict[int, Block]()
-    # What a step leaves to the next one is made anew in each step.
-    leaves = [life for life in record.lives if life.born and life.died is None]
-    resting = [life for life in record.lives if not life.born and life.died is None]
-    states = [life for life in resting if life.category == "optimizer state"]
-    update = next((at for at, name in record.marks if name == "optimizer"), record.end)
 
-    def resize(life: Life, nbytes: int) -> None:
-        if (block := blocks.pop(id(life), None)) is not None:
-            allocator.give_back(block)
-        if nbytes:
-            blocks[id(life)] = allocator.take(nbytes, life.stream)
+    def play(lives: Sequence[Life]) -> None:
+        for life, nbytes in _changes(lives):
+            if (block := blocks.pop(id(life), None)) is not None:
+                allocator.give_back(block)
+            if nbytes:
+                blocks[id(life)] = allocator.take(nbytes, life.stream)
 
-    for life in resting:
-        if life.category != "optimizer state":
-            resize(life, life.sizes[0][1])
-    changes = _changes(record)
-    passes = [(life, nbytes) for at, life, nbytes in changes if at < update]
-    updates = [(life, nbytes) for at, life, nbytes in changes if at >= update]
-    left = [(life, 0) for life in leaves]
-    made = [(life, life.sizes[0][1]) for life in states]
-    for step in range(_STEPS):
-        for life, nbytes in (*passes, *(made if step == 0 else ()), *updates):
-            resize(life, nbytes)
-        if step == 0 and workspaces:
-            for _ in range(2):
-                allocator.take(workspaces // 2)
-        for life, nbytes in left:
-            resize(life, nbytes)
+    at = [0, 0] if made_early else _first_products(before)
+    kept = [Life(event, "workspaces", False, [(event, workspaces // 2)]) for event in at]
+    play([*kept, *before.lives])
+    for life in record.lives:
+        if (block := blocks.pop(id(life.earlier), None)) is not None:
+            blocks[id(life)] = block
+    play(record.lives)
+    for left, made in _left_over(record):
+        if (block := blocks.pop(id(made), None)) is not None:
+            blocks[id(left)] = block
+    play(record.lives)
     return allocator.reserved
 
 
-def _changes(record: StepRecord) -> list[tuple[int, Life, int]]:
-    """Events, storages and their new sizes, in order: what goes at an event goes first."""
+def _left_over(record: StepRecord) -> Iterator[tuple[Life, Life]]:
+    """What a step gives back of the step before it, and what it makes in its place."""
+    made = defaultdict[int, list[Life]](list)
+    for life in record.lives:
+        if life.earlier is None and life.died is None:
+            made[life.sizes[-1][1]].append(life)
+    for life in record.lives:
+        if life.earlier is not None and life.died is not None and made[life.sizes[0][1]]:
+            yield life, made[life.sizes[0][1]].pop(0)
+
+
+def _first_products(record: StepRecord) -> list[int]:
+    """Events of the first product of a forward, and of a backward."""
+    firsts: dict[bool, int] = {}
+    for operation in record.operations:
+        if operation.flops:
+            firsts.setdefault(operation.backward > 0, operation.at)
+    return list(firsts.values())
+
+
+def _changes(lives: Sequence[Life]) -> list[tuple[Life, int]]:
+    """Storages and their new sizes, in order: what goes at an event goes first."""
     changes = []
-    for number, life in enumerate(record.lives):
-        if not life.born and life.died is not None:
-            continue  # left by the step before, where it is made and given back
-        begin = 0 if life.born else 1
-        for at, nbytes in life.sizes[begin:]:
+    for number, life in enumerate(lives):
+        for at, nbytes in life.sizes[0 if life.earlier is None else 1 :]:
             changes.append((at, nbytes > 0, number, life, nbytes))
         if life.died is not None:
             changes.append((life.died, False, number, life, 0))
     changes.sort(key=lambda change: change[:3])
-    return [(at, life, nbytes) for at, _, _, life, nbytes in changes]
+    return [(life, nbytes) for *_, life, nbytes in changes]

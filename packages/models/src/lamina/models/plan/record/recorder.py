@@ -37,8 +37,9 @@ from lamina.models.compat import (
 )
 from lamina.models.plan.record.operator_costs import cost_of, nbytes_of, tensors_in
 from lamina.models.plan.record.step_record import Life, Message, Operation, StepRecord
-from lamina.models.plan.record.storages import Counted, StoragesMade, takes_operators_apart
+from lamina.models.plan.record.storages import Counted, takes_operators_apart
 from lamina.models.plan.record.torch_streams import (
+    SEND,
     Event,
     Posted,
     Streams,
@@ -74,8 +75,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: the type of the devices whose memory counts.
         states: tensors that are there before the step, by category.
-        made: what was made for the step beforehand, and is still there. Without it, such storages
-            are known from the first operator that takes them.
         rounded: storages are rounded up to a multiple of so many bytes, as an allocator does.
         streams: those that torch's collectives are posted on, if the program has streams.
 
@@ -93,16 +92,15 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         device: str = "meta",
         states: Callable[[], Mapping[str, list[Tensor]]] = dict,
-        made: StoragesMade | None = None,
         rounded: int = 1,
         streams: Streams | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = StepRecord()
         self._counted, self._states, self._rounded = Counted(device), states, rounded
-        self._made = made
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Life]] = {}
         self._ledger = Ledger()
+        self._earlier_events = 0  # of finished records
         self._event_times: list[float] = []
         self._streams = Streams() if streams is None else streams
         self._posted: list[Posted] = []
@@ -114,11 +112,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> StepRecorder:
         self._counted = Counted(self._counted.device, active_fake_mode())
-        self._streams.number_by(lambda: self._now)
-        for storage in self._made.alive() if self._made is not None else ():
-            self._enter(storage, Life(0, "temporaries", False, []))
-        self._name_states()
-        self._ledger.__enter__()
+        self._streams.number_by(lambda: self._earlier_events + self._now)
+        self._begin()
         self._contexts.enter_context(copies_planned_by(self._note_copy))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -126,7 +121,36 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._contexts.close()
-        self._ledger.__exit__(*exception)
+        self._finish()
+        self._alive.clear()
+
+    def next_record(self, states: Callable[[], Mapping[str, list[Tensor]]]) -> StepRecord:
+        """Finish the record, and begin another one of what follows.
+
+        Returns:
+            The finished one. Of storages that are still there, the lives of the new record have
+            the finished one's as `earlier`.
+        """
+        self._finish()
+        finished, self._states = self.record, states
+        self._earlier_events += self._now
+        self._begin()
+        return finished
+
+    def _begin(self) -> None:
+        self.record, self._event_times, self._posted = StepRecord(), [], []
+        self._backwards, self._backward = 0, 0
+        before, self._alive = self._alive, {}
+        for reference, life in before.values():
+            # Not `if storage`: one that was resized to nothing is false, and gets its memory back.
+            if (storage := reference()) is not None:
+                self._enter(storage, Life(0, "temporaries", False, [], None, life.stream, life))
+        self._name_states()
+        self._ledger = Ledger()
+        self._ledger.__enter__()
+
+    def _finish(self) -> None:
+        self._ledger.__exit__()
         self._poll()
         self._name_states()
         for life in self.record.lives:
@@ -138,7 +162,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 life.category = "gathered units"  # FSDP2's, which gets its memory by a resize
         self.record.end = self._now
         self.record.messages = list(self._messages())
-        self._alive.clear()
 
     def mark(self, name: str) -> None:
         """Begin a phase, such as `optimizer`."""
@@ -167,7 +190,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = self._counted.storage(tensor)
         if storage is not None and not self._knows(storage):
             made, crosses = category or _maker(), category is None and not _in_backward()
-            self._enter(storage, Life(self._now, made, crosses, []))
+            stream = self._streams.current.number
+            self._enter(storage, Life(self._now, made, crosses, [], None, stream))
 
     def _know_earlier(self, tensor: Tensor) -> None:
         """Enter a storage that was there before the step, and that nobody has named."""
@@ -182,7 +206,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _enter(self, storage: torch.UntypedStorage, life: Life) -> None:
         key = storage._cdata
         life.sizes.append((life.born, self._size(storage)))
-        life.stream = self._streams.current.number
 
         def ended(_: object, key: int = key, life: Life = life) -> None:
             # An operator has its inputs until it has made its results, so what goes after it is
@@ -226,18 +249,16 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_collective(name, func._schema, args, result)
             return result
         results = tensors_in(result)
-        if not func.is_view and name not in _FREE:
-            if any(map(self._counted.has, (*results, *inputs))):
-                known = len(self.record.lives)
-                for tensor in results:
-                    self._know(tensor)
-                if len(self.record.lives) > known:  # memory is most where some is taken
-                    self._poll()
-                cost = cost_of(func._schema, args, kwargs, results, inputs)
-                self.record.operations.append(Operation(name, self._now - 1, self._backward, *cost))
-        else:
-            for tensor in results:
-                self._know(tensor)
+        known = len(self.record.lives)
+        for tensor in results:
+            self._know(tensor)
+        # Memory is most where some is taken. `set_` gives a storage that is too small its bytes.
+        if len(self.record.lives) > known or name == "set_":
+            self._poll()
+        counted = any(map(self._counted.has, (*results, *inputs)))
+        if counted and not func.is_view and name not in _FREE:
+            cost = cost_of(func._schema, args, kwargs, results, inputs)
+            self.record.operations.append(Operation(name, self._now - 1, self._backward, *cost))
         return result
 
     def _follow_backwards(self) -> None:
@@ -277,7 +298,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(_is_in_collectives, _callers())):
             return
         if (sent := sent_by(name, schema, args)) is not None and sent[2].size() > 1:
-            self._posted.append(self._streams.current.post(*sent))
+            stream = self._streams.current
+            self._posted.append((self._streams.send if sent[0] == SEND else stream.post)(*sent))
         for tensor in tensors_in(result):
             self._know(tensor)
 
@@ -299,12 +321,13 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 each.axis, each.communicator, each.op, each.purpose, each.bytes, each.between,
                 each.group_size, bisect_left(self._event_times, each.issued), waited,
             )  # fmt: skip
-        first = len(self._ledger.records)
+        first, earlier = len(self._ledger.records), self._earlier_events
         places = {posted: first + number for number, posted in enumerate(self._posted)}
         for posted in self._posted:
+            waited = None if posted.waited is None else posted.waited - earlier
             yield Message(
                 posted.axis, posted.communicator, posted.op, "", posted.nbytes, posted.between,
-                posted.ranks, posted.issued, posted.waited, posted.after,
+                posted.ranks, posted.issued - earlier, waited, max(0, posted.after - earlier),
                 tuple(places[before] for before in posted.behind if before in places),
             )  # fmt: skip
 

@@ -24,7 +24,8 @@ class Life:
 
     `sizes` are all its sizes: pairs of an event and of the bytes from then on. `crosses` says
     whether a forward made it and a backward let it go, which is what an activation is. `stream` is
-    the number of the stream that it was made on, 0 that of kernels.
+    the number of the stream that it was made on, 0 that of kernels. `earlier` is the storage's life
+    in the record before.
     """
 
     born: int
@@ -33,6 +34,7 @@ class Life:
     sizes: list[tuple[int, int]]
     died: int | None = None
     stream: int = 0
+    earlier: Life | None = None
 
 
 @dataclass(frozen=True)

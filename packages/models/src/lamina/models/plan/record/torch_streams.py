@@ -8,7 +8,7 @@ Note [One stream of kernels]
 Kernels that a program puts on a side stream (casts and copies around a message) are played on the
 one stream that all kernels have, at the place where they were issued. Only messages lie on side
 streams. A message that is issued on the stream of kernels, or asynchronously with a handle of
-torch's, counts as waited for at once. Sends to one rank count where Lamina makes them.
+torch's, counts as waited for at once. What is sent to one rank is waited for by nobody.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Streams:
         self._now: Callable[[], int] = lambda: 0
         self._made = 0
         self.kernels = self.current = self._new()
-        self._copying: dict[str, Stream] = {}
+        self._sides: dict[str, Stream] = {}
 
     def now(self) -> int:
         """The number of the event that comes next; 0 outside a record."""
@@ -162,11 +162,19 @@ class Streams:
 
     def copy(self, direction: str, nbytes: int) -> tuple[Posted, Event]:
         """Post a copy between host and device on the stream of its direction."""
-        if direction not in self._copying:
-            self._copying[direction] = self._new()
-        stream = self._copying[direction]
-        stream.wait_stream(self.current)
+        stream = self._beside(direction)
         return stream.post(direction, nbytes, None), stream.record_event()
+
+    def send(self, op: str, nbytes: int, group: ProcessGroup) -> Posted:
+        """Post a message to one rank, which no kernel waits for."""
+        return self._beside(group.group_name).post(op, nbytes, group)
+
+    def _beside(self, name: str) -> Stream:
+        """A stream of its own for each name, which comes after the current one."""
+        if name not in self._sides:
+            self._sides[name] = self._new()
+        self._sides[name].wait_stream(self.current)
+        return self._sides[name]
 
     @contextmanager
     def recorded(self) -> Iterator[Streams]:
@@ -197,6 +205,9 @@ class Streams:
             yield
         finally:
             self.current = before
+
+
+SEND = "send"
 
 
 def is_collective(name: str) -> bool:
@@ -232,7 +243,7 @@ def sent_by(name: str, schema: Any, args: tuple[Any, ...]) -> tuple[str, int, Pr
     return op, int(nbytes * factor(group.size())), group
 
 
-_NOTHING = frozenset("wait_tensor wrap_tensor_autograd barrier monitored_barrier send recv".split())
+_NOTHING = frozenset("wait_tensor wrap_tensor_autograd barrier monitored_barrier recv".split())
 _SENT: dict[str, tuple[str, int, Callable[[int], float]]] = {
     "allgather_base": ("all_gather_into", 1, lambda ranks: ranks - 1),
     "all_gather_into_tensor": ("all_gather_into", 0, lambda ranks: ranks - 1),
@@ -242,5 +253,6 @@ _SENT: dict[str, tuple[str, int, Callable[[int], float]]] = {
     "all_reduce": ("all_reduce_native", 0, lambda ranks: 2 * (ranks - 1) / ranks),
     "alltoall_base": ("all_to_all", 1, lambda ranks: (ranks - 1) / ranks),
     "all_to_all_single": ("all_to_all", 0, lambda ranks: (ranks - 1) / ranks),
+    "send": (SEND, 0, lambda ranks: 1.0),
 }
 """By torch's name: the public one, the argument whose bytes count, and the part that is sent."""

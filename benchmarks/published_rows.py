@@ -84,6 +84,10 @@ def torchtitan() -> Iterator[Row]:
     yield Row("8B, 128, compiled FP8", "judge", gpu, replace(more, **narrow), 8380, gib=61.8)
     wide = llama("8b", 32, **one, **narrow)
     yield Row("8B, 32 H200, compiled FP8", "fit", "h200", wide, 10938, gib=48.0, compiled_loss=True)
+    long = llama("8b", 8, recompute="full", **narrow)
+    for cp, tokens, gib in ((1, 3890, 83.9), (2, 2540, 84.2), (4, 1071, 84.0), (8, 548, 84.5)):
+        parts = replace(long, layout=ParallelLayout(cp=cp), sequence=32768 * cp)
+        yield Row(f"8B, 8, FSDP {8 // cp} x CP {cp}, FP8", "judge", gpu, parts, tokens, gib=gib)
     cut = ParallelLayout(tp=8)
     plain = llama("8b", 64, batch=12, recompute="selective", compiled=True, layout=cut)
     yield Row("8B, 64, FSDP 8 x TP 8, compiled", "judge", gpu, plain, 4378)

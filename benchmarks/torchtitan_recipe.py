@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import virtual_gpu_step
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import context_parallel
 from virtual_gpu_step import Llama
 
 from lamina.mesh import ParallelMesh
@@ -43,7 +45,8 @@ def by_fsdp2(job: Job, size: str, *, compiled_loss: bool = False) -> Job:
             return Stages(model, with_techniques, mesh)
         apply_techniques(model, with_techniques, mesh)
         _shard_with_ends(model, mesh)
-        return WithLoss(model, loss or virtual_gpu_step.cross_entropy)
+        with_loss = WithLoss(model, loss or virtual_gpu_step.cross_entropy)
+        return with_loss if job.layout.cp == 1 else InContext(with_loss, mesh["cp"])
 
     return replace(job, recompute="none", make=make, shard=shard)
 
@@ -62,7 +65,7 @@ def apply_techniques(model: Llama, job: Job, mesh: ParallelMesh) -> None:
 
 def _fsdp2(mesh: ParallelMesh) -> dict[str, Any]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return {"mesh": mesh["dp_shard"], "mp_policy": policy}
+    return {"mesh": mesh["dp_shard_cp"], "mp_policy": policy}
 
 
 def _shard_with_ends(model: Llama, mesh: ParallelMesh) -> None:
@@ -85,6 +88,24 @@ class WithLoss(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss."""
         return self.loss(self.model(tokens), labels.flatten())
+
+
+class InContext(nn.Module):
+    """A step of torch's context parallelism, whose attention is around forward and backward."""
+
+    schedule = None
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.module, self._mesh = module, mesh
+
+    def step(self, tokens: Tensor, labels: Tensor) -> None:
+        """Forward and backward of whole sequences, of which this rank takes its part."""
+        buffers = [tokens.clone(), labels.clone()]
+        with context_parallel(
+            self._mesh, buffers=buffers, buffer_seq_dims=[1, 1], no_restore_buffers=set(buffers)
+        ):
+            self.module(*buffers).backward()
 
 
 class Stages(nn.Module):

@@ -130,3 +130,38 @@ def test_a_plan_of_torchs_fsdp2_counts_each_tensor_of_the_device(words, tmp_path
     for what, near in (("allocated", 0.02), ("reserved", 0.06)):
         off = planned[f"{what}_bytes"] / planned["device"][what] - 1
         assert abs(off) < near, (what, off, planned)
+
+
+PIPELINE = """
+import json, sys
+from dataclasses import replace
+from importlib.metadata import entry_points
+from torchtitan_recipe import by_fsdp2
+from lamina.mesh import ParallelLayout
+from lamina.models import preset
+from lamina.models.plan import Job, plan
+from lamina.models.plan.measured import on_device
+
+schedule, stages = sys.argv[1], int(sys.argv[2])
+job = Job(
+    config=replace(preset("llama3-8b"), num_layers=2 * stages), ranks=4, batch=4, sequence=8192,
+    microbatches=4, layout=ParallelLayout(pp=2), schedule=schedule, stage=(2,) * stages,
+    recompute="full",
+)
+job = by_fsdp2(job, "8b")
+planned = plan(job, whole=True).stages[0].allocated
+(measured,) = entry_points(group="lamina.plan")
+print(json.dumps([planned, on_device(job, measured.load())["allocated"]]))
+"""
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("interleaved_1f1b", 4)])
+def test_a_plan_of_torchs_pipeline_counts_each_tensor_of_the_device(schedule, stages):
+    """Of the first rank: the last one would wait for the id of a communicator that it shares."""
+    answer = subprocess.run(
+        [sys.executable, "-c", PIPELINE, schedule, str(stages)],
+        cwd=PAGE.parents[2] / "benchmarks", capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    planned, device = json.loads(answer.stdout.splitlines()[-1])
+    assert abs(planned / device - 1) < 0.02, (planned, device)

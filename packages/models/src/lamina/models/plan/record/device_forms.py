@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def device_forms(device_type: str) -> Iterator[None]:
         kernels.flex_function,
     )
 
+    @wraps(attention)  # torch's context parallelism replaces the function by its name
     def of_device(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
         of_values = has_values(query) and not torch.compiler.is_compiling()
         if of_values or args or not _has_kernel(device_type, options):

@@ -17,8 +17,8 @@ from lamina.models.plan.job import play, program
 from lamina.models.plan.record.step_record import StepRecord
 from lamina_testing import Meter
 
-# For nearly all plans, and for all: over two axes a sum may end a unit later than it is planned to.
-NEAR, FAR = 0.02, 0.10
+# For nearly all plans, and for all: when a sum over two axes ends depends on its thread.
+NEAR, FAR = 0.02, 0.05
 FEW = (1, 3)  # of one microbatch, and of two
 
 
@@ -107,7 +107,7 @@ def test_two_hundred_plans_have_the_peak_and_bytes_of_their_steps(ranks, tens):
     jobs = [sampled(10 * tens + seed, ranks.world_size) for seed in range(10)]
     errors = [abs(error_of(job)) for job in jobs]
     assert max(errors) < FAR, errors
-    assert sorted(errors)[-3] < NEAR, errors
+    assert sorted(errors)[-2] < NEAR, errors
 
 
 FSDP2 = Job(

@@ -65,8 +65,8 @@ def llama(size: str, ranks: int, **settings: Any) -> Job:
 def even_stages(number: int, layers: int = 126) -> tuple[int, ...]:
     """torchtitan's: the first stage has the least, those between have what is over."""
     least, over = divmod(layers, number)
-    between = [least + (at < over) for at in range(number - 1)]
-    return least, *between[:-1], layers - least - sum(between[:-1])
+    between = [least + (at < over) for at in range(number - 2)]
+    return least, *between, layers - least - sum(between)
 
 
 def torchtitan() -> Iterator[Row]:
@@ -172,17 +172,8 @@ def same_program(row: Row) -> tuple[float, float] | None:
     job, tp = row.job, row.job.layout.tp
     if row.tflops or job.layout.pp > 1 or job.layout.cp > 1 or job.sequence != 8192:
         return None
-    words = [
-        "--engine",
-        "fsdp2",
-        "--size",
-        torchtitan_size(job),
-        "--world",
-        str(job.ranks),
-        "--tp",
-        str(tp),
-    ]
-    words += ["--batch", str(job.batch), "--recompute", str(job.recompute)]
+    words = ["--engine", "fsdp2", "--size", torchtitan_size(job), "--world", str(job.ranks)]
+    words += ["--tp", str(tp), "--batch", str(job.batch), "--recompute", str(job.recompute)]
     words += ["--dtensors"] if tp > 1 else []
     words += ["--compiled-loss"] if row.compiled_loss else []
     words += ["--compiled"] if job.compiled else []

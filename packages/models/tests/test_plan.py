@@ -198,6 +198,13 @@ def test_what_a_forward_leaves_for_its_backward_is_an_activation():
     assert recorder.record.peak()["weights"] == 50 * 50 * 4
 
 
+def test_attention_keeps_its_name_for_those_who_replace_it():
+    """torch's context parallelism looks its function up by `__name__`."""
+    name = torch.nn.functional.scaled_dot_product_attention.__name__
+    with device_forms("cuda"):
+        assert torch.nn.functional.scaled_dot_product_attention.__name__ == name
+
+
 def test_a_record_follows_another():
     """What is there still has its life in the record before, and what goes goes in the new one."""
     with StepRecorder("cpu") as recorder:

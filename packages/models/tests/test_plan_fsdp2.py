@@ -177,6 +177,12 @@ def test_another_programs_pipeline_is_planned():
     assert planned.seconds["bubbles"] == pytest.approx(passes / 2, rel=0.2)  # of (2 - 1) / 2
 
 
+def test_a_pipeline_of_another_program_has_a_step_of_its_own():
+    job = replace(JOB, ranks=4, layout=ParallelLayout(pp=2), shard=lambda model, *_: model)
+    with pytest.raises(TypeError, match="pp=2, and what shard returned \\(GPTModel\\) has no step"):
+        play(job)
+
+
 def test_offloaded_activations_are_not_on_the_device():
     kept, offloaded = (
         play(replace(JOB, sequence=1024, recompute=kind)).record.peak()

@@ -51,7 +51,10 @@ class _Accumulates(Protocol):
 
 @runtime_checkable
 class RunsSchedule(Protocol):
-    """A rank's stages of a pipeline: forward and backward of all microbatches are one call."""
+    """Forward and backward of all microbatches are one call, as of a rank's pipeline stages.
+
+    `schedule` is torch's, or None where ranks wait for no order of others.
+    """
 
     schedule: Any
 
@@ -83,9 +86,10 @@ class Job:
         make: builds the model of a config on a mesh, if it is no `GPTModel`.
         shard: makes a model on the meta device data-parallel in place of `fully_shard`, such as
             `fsdp2`. Then it gets fake tensors (torch's `FakeTensorMode`) for its memory, which
-            engines of others take for real ones, and AdamW. Over `pp` it returns the rank's stages
-            (`job.stages_of`): a module with `step(tokens, labels)`, and the `schedule` of torch
-            that it runs.
+            engines of others take for real ones, and AdamW. If what it returns has
+            `step(tokens, labels)` and a `schedule` (torch's, or None), that call is the forward and
+            backward of a step. Over `pp` it has them, and holds the rank's stages
+            (`job.stages_of`).
         inputs: the model's arguments from tokens and labels.
         stage: layers per pipeline stage, if they are not cut by cost.
 
@@ -245,6 +249,7 @@ def play(
 
     Raises:
         ValueError: a layout, model or schedule that cannot run, as in the run itself.
+        TypeError: over `pp`, a `shard` whose result has no step of its own.
     """
     rounded = 512 if device_type == "cuda" else 1
     place = "meta" if job.shard is None else "cpu"
@@ -336,6 +341,11 @@ def program(
             # it has as many ranks. The groups of that one are gone.
             forget_specs()
             module = job.shard(_make(job, mesh, compiler), job, mesh)
+            if job.layout.pp > 1 and not isinstance(module, RunsSchedule):
+                raise TypeError(
+                    f"pp={job.layout.pp}, and what shard returned ({type(module).__name__}) has no "
+                    "step(tokens, labels) with a schedule: return the rank's stages with both"
+                )
             _enter(inside, stack)
             optimizer = adamw(module.to_empty(device=device))
         ids = torch.zeros(job.batch, job.sequence, dtype=torch.int64, device=device)

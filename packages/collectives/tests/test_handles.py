@@ -223,11 +223,14 @@ def test_a_collective_leaves_no_reference_cycles(numel):
         call()  # the first call imports and caches
     gc.collect()
     gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)  # to name what was in a cycle
     try:
         for call in calls:
             call()
-            assert gc.collect() == 0
+            assert gc.collect() == 0, [f"{type(left)}: {left!r:.80}" for left in gc.garbage]
     finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
         gc.enable()
 
 

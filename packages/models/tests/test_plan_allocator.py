@@ -94,7 +94,8 @@ def test_what_a_step_leaves_is_given_back_by_the_next_one():
     made = Life(5, "gradients", False, [(5, 50 * MIB)])
     left = again(made)
     left.died = 2
-    steady = StepRecord(lives=[left, Life(5, "gradients", False, [(5, 50 * MIB)])], end=6)
+    between = Life(3, "temporaries", False, [(3, 50 * MIB)], died=4)
+    steady = StepRecord(lives=[left, between, Life(5, "gradients", False, [(5, 50 * MIB)])], end=6)
     assert reserved_for(StepRecord(lives=[made], end=6), steady) == 50 * MIB
     left.died = 6
     assert reserved_for(StepRecord(lives=[made], end=6), steady) == 100 * MIB

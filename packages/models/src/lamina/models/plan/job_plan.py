@@ -266,7 +266,7 @@ def _plan_stage(
 
     values, extrapolated = (run(job).numbers, False) if whole else _from_few(job, rank, run)
     workspaces = workspaces_of(at.gpu)
-    early = job.shard is None
+    early = job.shard is None  # see Note [Workspaces come first] of `fully_shard`
     beyond = [
         reserved_for(played.before, played.record, workspaces, made_early=early)
         - sum(played.record.peak().values())

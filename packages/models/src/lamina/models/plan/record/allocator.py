@@ -136,10 +136,12 @@ def reserved_for(
     at = [0, 0] if made_early else _first_products(before)
     kept = [Life(event, "workspaces", False, [(event, workspaces // 2)]) for event in at]
     play([*kept, *before.lives])
+    # What is there still keeps its place, and the holes around it stay as they are.
     for life in record.lives:
         if (block := blocks.pop(id(life.earlier), None)) is not None:
             blocks[id(life)] = block
     play(record.lives)
+    # The record begins with what the step before it has left. Now that is its own.
     for left, made in _left_over(record):
         if (block := blocks.pop(id(made), None)) is not None:
             blocks[id(left)] = block

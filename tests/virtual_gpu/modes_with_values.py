@@ -29,7 +29,7 @@ from lamina.models import (
     VisionLanguageModel,
     pipeline,
 )
-from lamina.models.mamba import GatedDeltaNet
+from lamina.models.mamba import GatedDeltaNet, Mamba1
 
 IMAGE = 63
 CONFIG = TransformerConfig(
@@ -64,6 +64,7 @@ MODES = {
     ),
     "experts, gathered": Mode({"moe": replace(EXPERTS, dispatcher="all_gather")}, {"ep": 2}),
     "images in a text": Mode(vision=True),
+    "Mamba-1": Mode({"layers": (LayerSpec(attention=Mamba1(state_size=4)), LayerSpec())}),
     "gated delta nets": Mode({"layers": (LayerSpec(attention=NET), LayerSpec())}),
     "1f1b": Mode(layout={"pp": 2, "dp_shard": 1}, schedule="1f1b"),
     "zero bubble": Mode({"num_layers": 4}, {"pp": 2, "dp_shard": 1}, schedule="zbv_zero_bubble"),

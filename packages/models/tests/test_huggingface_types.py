@@ -25,7 +25,7 @@ from lamina.models import (
 from lamina.models.huggingface.known_types import known_types
 from lamina.models.huggingface.model_types import Field, ModelType
 from lamina.models.layers.mlp import ActivationFunction
-from lamina.models.mamba import GatedDeltaNet, ShortConvolution
+from lamina.models.mamba import GatedDeltaNet, Mamba1, ShortConvolution
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -101,6 +101,10 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoeshared": {**SCALED, "shared_intermediate_size": 20},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                  "partial_rotary_factor": 0.5}},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0,
+              "mamba_d_state": 8, "mamba_dt_rank": 3, "num_hidden_layers": 3},
+    "mamba": {"state_size": 8, "time_step_rank": 3},
+    "falcon_mamba": {"state_size": 8, "expand": 16},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8,
@@ -138,6 +142,8 @@ A_PART_EACH = {
     "lfm2": "short convolutions in the place of attention",
     "lfm2_moe": "an epsilon of the router's weights",
     "nemotron_h": "Mamba, attention, MLP and experts without gates in one stack",
+    "jamba": "Mamba-1 with norms, attention and experts by periods",
+    "falcon_mamba": "Mamba-1 alone, norms without weights",
 }
 
 
@@ -402,7 +408,7 @@ FIRST = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "
 def axes_of(config: TransformerConfig) -> str:
     """The axes over which tests train the parts that a model is made of."""
     kinds = [each.attention for each in config.distinct_layers]
-    whole = any(isinstance(kind, ShortConvolution | GatedDeltaNet) for kind in kinds)
+    whole = any(isinstance(kind, ShortConvolution | GatedDeltaNet | Mamba1) for kind in kinds)
     axes = ["dp", "tp", "sp", "pp", *(["cp"] if config.mamba is None and not whole else [])]
     if any(isinstance(kind, ShortConvolution) for kind in kinds):
         axes.remove("pp")

@@ -29,7 +29,7 @@ from lamina.models import (
     training_flops_per_token,
 )
 from lamina.models.attention import GatedAttention
-from lamina.models.mamba import GatedDeltaNet
+from lamina.models.mamba import GatedDeltaNet, Mamba1
 from lamina_testing import device_type
 
 from . import moe_parity, test_context_parallel, test_tensor_parallel
@@ -42,6 +42,7 @@ LOCAL, WIDE, STILL = (
 )
 MIXED = replace(LLAMA, num_layers=4, layers=(LOCAL, WIDE, STILL, LOCAL))
 NET = GatedDeltaNet(key_heads=2, value_heads=4, key_width=8, value_width=6, chunk_size=8)
+FIRST = Mamba1(state_size=4, chunk_size=4)
 SCORES = AttentionScores(softcap=2.0, sinks=True, linear_bias=True)
 PARTS = {
     "mixed": MIXED,
@@ -56,6 +57,8 @@ PARTS = {
     "gates_in_queries": replace(LLAMA, attention=GatedAttention(in_queries=True), qk_norm=True),
     "delta_nets": replace(MIXED, layers=(LayerSpec(attention=NET), WIDE, LayerSpec(attention=NET),
                                          STILL)),
+    "mamba1": replace(MIXED, layers=(LayerSpec(attention=FIRST), WIDE, LayerSpec(attention=FIRST),
+                                     STILL)),
 }  # fmt: skip
 
 
@@ -134,7 +137,7 @@ def test_the_parts_fit_on_a_mesh(name):
 
     way = "ring" if PARTS[name].scores is None else "ulysses"
     config = replace(PARTS[name], sequence_parallel=True, context_parallel=way)
-    cp = 1 if name == "delta_nets" else 2  # they take whole sequences
+    cp = 1 if name in ("delta_nets", "mamba1") else 2  # they take whole sequences
     with init_distributed("fake", world_size=4 * cp):
         mesh = ParallelLayout(tp=2, cp=cp).build(device_type())
         tokens = torch.randint(0, 61, (2, 16))

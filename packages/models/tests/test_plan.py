@@ -26,7 +26,7 @@ from lamina.models import (
     parallel_types,
 )
 from lamina.models.layers.matmul_products import write_product
-from lamina.models.mamba import GatedDeltaNet
+from lamina.models.mamba import GatedDeltaNet, Mamba1
 from lamina.models.plan import Call, Job, StepRecorder, machine, plan, search, standstill
 from lamina.models.plan.clock import message_seconds, replay
 from lamina.models.plan.command import _parser, layout_of, main
@@ -471,6 +471,7 @@ KINDS = {
         "layers": (LayerSpec(attention=NET), LayerSpec()),
         "moe": MoEConfig(num_experts=8, top_k=2, ffn_size=32), "num_layers": 2,
     },
+    "Mamba-1": {"layers": (LayerSpec(attention=Mamba1()), LayerSpec()), "num_layers": 2},
     "letters": {
         "layer_pattern": "M*M-", "num_layers": 4,
         "mamba": MambaConfig(state_size=16, head_dim=16, groups=2),

@@ -32,6 +32,7 @@ from lamina.models.layers.norms import LayerNorm, RMSNorm
 from lamina.models.mamba.block import GatedNorm, StateSpaceScan
 from lamina.models.mamba.convolution import CausalConvolution
 from lamina.models.mamba.delta_net import DeltaRule, GatedHeadNorm
+from lamina.models.mamba.selective import SelectiveScan
 from lamina.models.moe.router import TopKRouter
 from lamina.models.precision.fp8_products import Float8Products, replaying_scales
 
@@ -43,7 +44,7 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "attention": (AttentionCore,),
     "norm": (RMSNorm, LayerNorm, GatedNorm, GatedHeadNorm),
     "activation": (ActivationFunction,),
-    "scan": (CausalConvolution, StateSpaceScan, DeltaRule),
+    "scan": (CausalConvolution, StateSpaceScan, SelectiveScan, DeltaRule),
 }
 
 

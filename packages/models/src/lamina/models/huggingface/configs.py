@@ -206,7 +206,8 @@ def _left_out(kind: ModelType, source: Mapping[str, Any]) -> dict[str, Any]:
     transformers knows what follows from it. Where that class does not either, nothing is made up:
     who reads the field says that it is missing. ValueError: transformers is not installed.
     """
-    names = [name for name in kind.layers if source.get(name) is None]
+    several = [name for name, kinds in kind.layers.items() if len(kinds) > 1]
+    names = [n for n in several if n not in kind.periods and source.get(n) is None]
     if not names:
         return {}
     try:

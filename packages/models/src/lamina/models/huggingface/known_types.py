@@ -13,6 +13,7 @@ from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.configs.elements import AttentionScores
 from lamina.models.huggingface.model_types import REQUIRED, Field, ModelType
 from lamina.models.mamba.delta_net import GatedDeltaNet
+from lamina.models.mamba.selective import Mamba1
 from lamina.models.mamba.short_convolution import ShortConvolution
 
 
@@ -60,6 +61,18 @@ CONVERSIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda depth, layers: depth / math.sqrt(layers),
         lambda scale, layers: round(scale * math.sqrt(layers), 12),
     ),
+    "rank_or_auto": (
+        lambda rank, width: -(-width // 16) if rank == "auto" else rank,
+        lambda rank, width: rank or -(-width // 16),
+    ),
+    "times": (
+        lambda factor, width: factor * width,
+        lambda channels, width: (channels or 2 * width) // width,
+    ),
+    "or_times": (
+        lambda channels, factor, width: channels or int((factor or 2) * width),
+        lambda channels, _, width: channels or 2 * width,
+    ),
     "part_of": (lambda base, width: base / width, lambda scale, width: round(scale * width)),
     "root_if": (
         lambda scaled, width: math.sqrt(width) if scaled else 1.0,
@@ -105,6 +118,7 @@ PARTS: dict[str, Callable[..., Any]] = {"scores": AttentionScores, "attention": 
 LAYER_PARTS: dict[str, type[LayerPart]] = {
     "short_convolution": ShortConvolution,
     "delta_net": GatedDeltaNet,
+    "mamba1": Mamba1,
 }
 """Parts that a kind of layer has, by the names that `layer_parts` and `layers` give them."""
 
@@ -168,8 +182,7 @@ def _type_of_table(
             made["constants"][key] = PARTS[key](**value)
     made["layer_parts"] = {
         part: (LAYER_PARTS[part], {
-            ours: _field(said) if isinstance(said, str | dict) else said
-            for ours, said in values.items()
+            ours: _field_or_value(said) for ours, said in values.items()
         })
         for part, values in merged.get("layer_parts", {}).items()
     }  # fmt: skip
@@ -192,6 +205,13 @@ def _field(said: Any) -> Field | None:
     default = _value(said["default"]) if "default" in said else REQUIRED
     read, write = CONVERSIONS.get(said.get("as", ""), (_same, _same))
     return Field(said["name"], default, read, write, tuple(said.get("of", ())))
+
+
+def _field_or_value(said: Any) -> Any:
+    """A field of a part, or what all models of the type have: a number, a bool or `{ value }`."""
+    if isinstance(said, dict) and "value" in said:
+        return said["value"]
+    return _field(said) if isinstance(said, str | dict) else said
 
 
 def _each(name: str) -> list[str]:

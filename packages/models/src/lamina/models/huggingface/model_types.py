@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from lamina.models.attention.latent_attention import LatentAttention
 from lamina.models.base.config import AttentionVariant, LayerPart, LayerSpec, TransformerConfig
@@ -120,6 +120,8 @@ class ModelType:
         layers: names of lists with an entry for each layer, and what layers of each entry have in
             place of the model's fields; `letter` is their kind. A name of `layer_parts` stands for
             the part.
+        periods: for a name of `layers` that no file has: the names of a period and an offset, and
+            the kinds of layers at the offset in each period and elsewhere.
         values: names of lists with a value for each layer. Their fields read a value into what the
             layer has in place of the model's fields, and write it from the layer's config.
         equal: names that say again what another name says.
@@ -149,6 +151,7 @@ class ModelType:
         default_factory=dict
     )
     layers: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
+    periods: Mapping[str, tuple[str, str, str, str]] = field(default_factory=dict)
     values: Mapping[str, Field] = field(default_factory=dict)
     equal: Mapping[str, str] = field(default_factory=dict)
     nested_rope: bool = False
@@ -188,6 +191,7 @@ class ModelType:
         latent |= {"v_head_dim", "rope_interleave"}
         names |= latent if self.latent else set()
         names |= {*self.values, *self.equal, *self.written}
+        names |= {name for period in self.periods.values() for name in period[:2]}
         return names | {*self.layers, *self.ignored, *self.refused, "layer_types"}
 
     # ------------------------------------------------------------------ config.json to config
@@ -259,7 +263,7 @@ class ModelType:
         by_name = {name: self._read_part(name, source) for name in self.layer_parts}
         changes: list[dict[str, Any]] = [{} for _ in range(number)]
         for name, kinds in self.layers.items():
-            said = source[name]
+            said = self._kinds_said(name, source, number)
             if len(said) != number or set(said) - set(kinds):
                 raise ValueError(
                     f"{name} is {said}: it must have one of {', '.join(map(str, kinds))} for each "
@@ -277,6 +281,30 @@ class ModelType:
             if own.get("positions") == "none":
                 own |= _UNTURNED
         return specified(changes)
+
+    def _kinds_said(self, name: str, source: Mapping[str, Any], number: int) -> Sequence[Any]:
+        """The kind of each layer: by a list in the file, by a period, or the only kind."""
+        if name in self.periods:
+            period, offset, inside, outside = self.periods[name]
+            every, first = source[period], source[offset]
+            return [inside if at % every == first else outside for at in range(number)]
+        if len(self.layers[name]) == 1:
+            return source.get(name) or [*self.layers[name]] * number
+        return cast(Sequence[Any], source[name])
+
+    def _write_kinds(self, name: str, kinds: Sequence[Any]) -> dict[str, Any]:
+        """The reverse of `_kinds_said`; ValueError if no period gives these kinds."""
+        if name not in self.periods:
+            return {} if len(self.layers[name]) == 1 else {name: kinds}
+        period, offset, inside, outside = self.periods[name]
+        number = len(kinds)
+        for every, first in ((p, at) for p in range(1, number + 2) for at in range(p)):
+            if [inside if at % every == first else outside for at in range(number)] == kinds:
+                return {period: every, offset: first}
+        raise ValueError(
+            f"{self.name} of Hugging Face says which layers are of kind {inside!r} by {period} and "
+            f"{offset}, and no two numbers give {kinds}: change the layers"
+        )
 
     def _part_fields(self) -> Iterator[tuple[str, Field]]:
         """The fields of all parts, by their names there."""
@@ -314,7 +342,7 @@ class ModelType:
         if self.mamba is not None and config.mamba is not None:
             sizes = config.mamba
             written |= {w.name: w.write(getattr(sizes, ours)) for ours, w in self.mamba.items()}
-        return written | self._write_layers(config)
+        return written | self._write_layers(config, written)
 
     def _write_table(self, config: TransformerConfig) -> dict[str, Any]:
         """What the table says of fields of the config."""
@@ -346,8 +374,11 @@ class ModelType:
         kept = {name: value for name, value in sizes.items() if name not in left}
         return {**kept, "num_key_value_heads": config.num_heads}
 
-    def _write_layers(self, config: TransformerConfig) -> dict[str, Any]:
-        """Names that have a value for each layer, and those of parts that some layers have."""
+    def _write_layers(self, config: TransformerConfig, before: Mapping[str, Any]) -> dict[str, Any]:
+        """Names that have a value for each layer, and those of parts that some layers have.
+
+        `before` is what has been written, which fields of parts may need.
+        """
         layers = range(config.num_layers)
         written: dict[str, Any] = {}
         for name, where in self.values.items():
@@ -356,7 +387,7 @@ class ModelType:
         for name, part in made.items():
             if part is not None:
                 written |= {
-                    where.name: where.write(getattr(part, ours))
+                    where.name: where.write(getattr(part, ours), *(before[n] for n in where.of))
                     for ours, where in self.layer_parts[name][1].items()
                     if isinstance(where, Field)
                 }
@@ -366,11 +397,12 @@ class ModelType:
                 kind: {ours: made.get(value, value) for ours, value in own.items()}
                 for kind, own in said.items()
             }
-            written[name] = [_kind_of(kinds, config, at) for at in layers]
+            of_layers = [_kind_of(kinds, config, at) for at in layers]
+            written |= self._write_kinds(name, of_layers)
             if self.nested_rope and name == "layer_types":
                 # A kind that no layer has is written as the first layer's.
                 ropes = {kind: written_rope(config.of_layer(0)) for kind in kinds}
-                own = {k: written_rope(config.of_layer(at)) for at, k in enumerate(written[name])}
+                own = {k: written_rope(config.of_layer(at)) for at, k in enumerate(of_layers)}
                 written["rope_parameters"] = ropes | own
         return written
 

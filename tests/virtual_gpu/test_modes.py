@@ -30,12 +30,12 @@ def test_every_mode_of_a_model_trains_without_a_wait(on_rank_0):
 
 
 def test_what_follows_numbers_on_the_device_trains_like_one_process(on_rank_0):
-    """`varlen`, experts of any load over ep, images, delta nets, pipelines: with arithmetic."""
+    """`varlen`, experts over ep, images, Mamba-1, delta nets, pipelines: with arithmetic."""
     rows = on_rank_0(
         "import modes_with_values; modes_with_values.main()",
         (*TORCHRUN, "--nproc-per-node=2"), VGPU_DEVICES=2, VGPU_COMPUTE="at-once",
     )  # fmt: skip
-    assert len(rows) == 10
+    assert len(rows) == 11
     # The first mode multiplies in bf16, as its kernel takes nothing wider.
     wrong = [
         row for row in rows

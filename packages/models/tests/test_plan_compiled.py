@@ -149,19 +149,28 @@ def test_a_graph_has_the_attention_of_the_device_that_is_planned(device):
     assert names == [f"_scaled_dot_product_{kernel}", f"_scaled_dot_product_{kernel}_backward"]
 
 
-@pytest.mark.parametrize("shard", [None, fsdp2], ids=["lamina", "fsdp2"])
+KINDS = {
+    "plain": {},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "cp": {"layout": ParallelLayout(cp=2)},
+    "experts": {"config": replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2))},
+}
+ENGINES = {"lamina": None, "fsdp2": fsdp2}
+# The default tier takes one engine for each kind in turn, and both where nothing else is special.
+OF_THE_SLOW_TIER = {("selective", "lamina"), ("full", "fsdp2"), ("cp", "lamina"),
+                    ("experts", "fsdp2")}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "shard"),
     [
-        pytest.param({}, id="plain"),
-        pytest.param({"recompute": "selective"}, id="selective"),
-        pytest.param({"recompute": "full"}, id="full"),
-        pytest.param({"layout": ParallelLayout(cp=2)}, id="cp"),
-        pytest.param(
-            {"config": replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2))}, id="experts"
-        ),
+        pytest.param(changes, shard, id=f"{kind}-{engine}",
+                     marks=[pytest.mark.slow] if (kind, engine) in OF_THE_SLOW_TIER else [])
+        for kind, changes in KINDS.items()
+        for engine, shard in ENGINES.items()
     ],
-)
+)  # fmt: skip
 def test_compiled_blocks_multiply_no_more_and_hold_no_more(changes, shard):
     job = replace(JOB, **{"layout": ParallelLayout(), "shard": shard, **changes})
     records = [play(replace(job, compiled=kind)).record for kind in (False, True)]

@@ -30,6 +30,7 @@ from lamina.models import (
 )
 from lamina.models.attention import GatedAttention, LatentAttention, cut_sequence
 from lamina.models.bisection.pieces import Share, parameter_piece
+from lamina.models.mamba import Mamba2
 
 ROWS, LENGTH, VOCABULARY = 8, 64, 48
 SHAPE = TransformerConfig(
@@ -84,6 +85,7 @@ KINDS = {
         ),
     ),
     "mamba": replace(SHAPE, layer_pattern="MM", mamba=MAMBA),
+    "mamba blocks": replace(SHAPE, attention=Mamba2(), mamba=MAMBA),
     "hybrid": replace(SHAPE, layer_pattern="M*-E", num_layers=4, mamba=MAMBA, moe=LOSSES),
 }
 """Experts are on axes of their own; Mamba does not know cp."""

@@ -77,8 +77,9 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8,
               "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8,
-                         "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8},
+    "granitemoehybrid": {**SCALED, "layer_types": ["mamba", "attention"], "mamba_n_heads": 8,
+                         "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8,
+                         "shared_intermediate_size": 20},
     "zamba2": {"mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 8},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {**TWO_KINDS, "attention_bias": True},
@@ -143,6 +144,7 @@ A_PART_EACH = {
     "lfm2_moe": "an epsilon of the router's weights",
     "nemotron_h": "Mamba, attention, MLP and experts without gates in one stack",
     "jamba": "Mamba-1 with norms, attention and experts by periods",
+    "granitemoehybrid": "Mamba-2 in the place of attention, no positions",
     "falcon_mamba": "Mamba-1 alone, norms without weights",
 }
 
@@ -396,6 +398,31 @@ def test_no_name_changes_what_only_transformers_computes(kind):
 @pytest.mark.parametrize("kind", ["granite", "hyperclovax"])
 def test_multipliers_multiply_or_divide_as_they_do_there(kind, tmp_path):
     check_exact(kind, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_local_experts": 0},
+        {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"},
+        {"num_local_experts": 0, "time_step_limit": [0.01, 0.5], "mamba_d_head": "auto"},
+    ],
+    ids=["no experts", "no Mamba", "bounded steps"],
+)
+def test_granite_4_has_the_parts_that_its_file_says(changes, tmp_path, monkeypatch):
+    kind = "granitemoehybrid"
+    monkeypatch.setitem(OWN, kind, {**OWN[kind], **changes})
+    check_exact(kind, tmp_path)
+    config = config_from_huggingface(tiny(kind).to_dict())
+    assert (config.moe is None) == ("num_local_experts" in changes)
+    assert (config.mamba is None) == ("position_embedding_type" in changes)
+
+
+def test_a_type_with_recurrent_layers_may_have_none():
+    changed = tiny("lfm2").to_dict() | {"layer_types": ["full_attention"] * 2}
+    config = config_from_huggingface(changed)
+    assert config.attention is None
+    assert huggingface_config(config)["layer_types"] == ["full_attention"] * 2
 
 
 # ------------------------------------------------------------------------ the sweep

@@ -24,6 +24,7 @@ FEW = (
     ("sigmoid experts", Layout(dp=2, microbatches=2), torch.bfloat16),
     ("hybrid", Layout(tp=2, expert_tp=2), torch.float32),
     ("mamba", Layout(tp=2, sp=True), torch.bfloat16),
+    ("mamba blocks", Layout(tp=2, sp=True), torch.float32),
 )
 
 

@@ -29,7 +29,7 @@ from lamina.models import (
     training_flops_per_token,
 )
 from lamina.models.attention import GatedAttention
-from lamina.models.mamba import GatedDeltaNet, Mamba1
+from lamina.models.mamba import GatedDeltaNet, Mamba1, Mamba2
 from lamina_testing import device_type
 
 from . import moe_parity, test_context_parallel, test_tensor_parallel
@@ -59,6 +59,8 @@ PARTS = {
                                          STILL)),
     "mamba1": replace(MIXED, layers=(LayerSpec(attention=FIRST), WIDE, LayerSpec(attention=FIRST),
                                      STILL)),
+    "mamba2": replace(MIXED, mamba=MambaConfig(state_size=8, head_dim=8, groups=2), layers=(
+        LayerSpec(attention=Mamba2()), WIDE, LayerSpec(attention=Mamba2()), STILL)),
 }  # fmt: skip
 
 
@@ -137,7 +139,7 @@ def test_the_parts_fit_on_a_mesh(name):
 
     way = "ring" if PARTS[name].scores is None else "ulysses"
     config = replace(PARTS[name], sequence_parallel=True, context_parallel=way)
-    cp = 1 if name in ("delta_nets", "mamba1") else 2  # they take whole sequences
+    cp = 1 if name in ("delta_nets", "mamba1", "mamba2") else 2  # they take whole sequences
     with init_distributed("fake", world_size=4 * cp):
         mesh = ParallelLayout(tp=2, cp=cp).build(device_type())
         tokens = torch.randint(0, 61, (2, 16))

@@ -30,7 +30,7 @@ from lamina.models import (
     apply_recompute,
     pipeline,
 )
-from lamina.models.mamba import GatedDeltaNet, Mamba1
+from lamina.models.mamba import GatedDeltaNet, Mamba1, Mamba2
 from lamina_testing import Meter, device_type
 
 CONFIG = TransformerConfig(
@@ -362,9 +362,10 @@ def test_stacks_of_experts_and_mamba_train_like_one_process(ranks):
 def test_recurrent_layers_train_in_stages_like_one_process(ranks):
     net = GatedDeltaNet(key_heads=2, value_heads=4, key_width=8, value_width=6, chunk_size=8)
     scan = Mamba1(state_size=4, norms="weighted", chunk_size=8)
-    layers = (LayerSpec(attention=net), LayerSpec(), LayerSpec(attention=scan), LayerSpec())
+    layers = tuple(LayerSpec(attention=each) for each in (net, None, scan, Mamba2()))
     moe = MoEConfig(num_experts=4, top_k=2, bias=True, router_bias=True)
-    config = replace(CONFIG, layers=layers, moe=moe, activation="swiglu_clamped")
+    mamba = MambaConfig(state_size=8, head_dim=8)
+    config = replace(CONFIG, layers=layers, mamba=mamba, moe=moe, activation="swiglu_clamped")
     mesh = ParallelLayout(pp=2).build(device_type())
     runner = pipeline(build(config, mesh), mesh, "interleaved_zero_bubble", 2)
     check_training(runner, mesh, config, None, steps=2)

@@ -27,7 +27,7 @@ from lamina.models import (
 )
 from lamina.models.attention import GatedAttention
 from lamina.models.attention.context import TokenCache
-from lamina.models.mamba import ShortConvolution
+from lamina.models.mamba import Mamba2, ShortConvolution
 from lamina_testing import device_type
 
 CONFIG = TransformerConfig(
@@ -52,6 +52,10 @@ CONFIGS = {
     "latents, window": replace(CONFIG, num_kv_heads=None, mla=LATENT, sliding_window=5),
     "short convolutions": replace(
         CONFIG, layers=(LayerSpec(attention=ShortConvolution()), LayerSpec()) * 2, num_layers=4
+    ),
+    "mamba in the place of attention": replace(
+        CONFIG, attention=Mamba2(),
+        mamba=MambaConfig(state_size=8, head_dim=8, groups=2, chunk_size=8),
     ),
     "mamba": replace(
         CONFIG, layer_pattern="MM*-M", num_layers=5,

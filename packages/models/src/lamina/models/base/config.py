@@ -124,6 +124,7 @@ class AttentionVariant(LayerPart):
             the scores, as DeepSeek's does.
         takes_scores: whether the module applies `TransformerConfig.scores`.
         reads_documents: whether the module reads `context.runs`.
+        reads_mamba: whether the config's `mamba` has the sizes of the module.
     """
 
     context_parallel: ClassVar[tuple[ContextParallel, ...]] = get_args(ContextParallel)
@@ -131,6 +132,7 @@ class AttentionVariant(LayerPart):
     yarn_scales_scores: ClassVar[bool] = False
     takes_scores: ClassVar[bool] = False
     reads_documents: ClassVar[bool] = False
+    reads_mamba: ClassVar[bool] = False
 
     def products_per_pair(self, config: TransformerConfig) -> int:
         """Count the multiplications for one pair of a query and a key that it attends to."""
@@ -443,7 +445,8 @@ class TransformerConfig:
         if len(set(own)) < len(own):
             raise ValueError(f"layer_kinds have letters {own}: each must be another one")
         letters = self.layer_pattern if self.layers is None else self.pattern
-        check_pattern(letters, self.num_layers, self.mamba, own)
+        reads = any(map(self._reads_mamba, self.layers or (LayerSpec(),)))
+        check_pattern(letters, self.num_layers, self.mamba, own, reads)
         if self.mamba is not None:
             self.mamba.heads(self.hidden_size)
         if self.moe is not None and self.mlp_bias:
@@ -609,6 +612,10 @@ class TransformerConfig:
         """Whether the MLP has a gate."""
         return activation_of(self.activation).gated
 
+    def _reads_mamba(self, spec: LayerSpec) -> bool:
+        kind = dict(spec.changes).get("attention", self.attention)
+        return kind is not None and kind.reads_mamba
+
     def of_layer(self, layer: int) -> TransformerConfig:
         """The config of a layer, counted from 0: this one, with what its specification changes.
 
@@ -624,7 +631,7 @@ class TransformerConfig:
         }
         if spec.letter != "T":
             own["layer_pattern"] = spec.letter * self.num_layers
-        own |= {} if spec.letter == "M" else {"mamba": None}
+        own |= {} if spec.letter == "M" or self._reads_mamba(spec) else {"mamba": None}
         own |= {} if spec.letter in "TE" else {"moe": None}
         return replace(self, **{**own, **dict(spec.changes)})
 

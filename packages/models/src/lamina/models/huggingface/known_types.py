@@ -12,6 +12,7 @@ from lamina.models.attention.gated_attention import GatedAttention
 from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.configs.elements import AttentionScores
 from lamina.models.huggingface.model_types import REQUIRED, Field, ModelType
+from lamina.models.mamba.block import Mamba2
 from lamina.models.mamba.delta_net import GatedDeltaNet
 from lamina.models.mamba.selective import Mamba1
 from lamina.models.mamba.short_convolution import ShortConvolution
@@ -42,6 +43,14 @@ def _lfm2_width(
     return multiple * -(-width // multiple)
 
 
+_NO_BOUNDS = (0.0, math.inf)
+
+
+def _bounds(said: Sequence[float | Mapping[str, str]]) -> tuple[float, ...]:
+    """Two bounds; JSON has no infinity, and transformers writes a table in its place."""
+    return tuple(float(b["__float__"] if isinstance(b, Mapping) else b) for b in said)
+
+
 CONVERSIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "float": (float, _same),
     "length": (len, _same),
@@ -60,6 +69,16 @@ CONVERSIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "over_root": (
         lambda depth, layers: depth / math.sqrt(layers),
         lambda scale, layers: round(scale * math.sqrt(layers), 12),
+    ),
+    "or_none": (lambda number: number or None, lambda number: number or 0),
+    "rope_or_none": (
+        lambda kind: "rope" if kind == "rope" else "none",
+        lambda positions: "rope" if positions == "rope" else None,
+    ),
+    "bounds": (_bounds, lambda limit: None if limit == _NO_BOUNDS else list(limit)),
+    "head_or_auto": (
+        lambda head, width, heads: 2 * width // (heads or 128) if head == "auto" else head,
+        lambda head, *_: head,
     ),
     "rank_or_auto": (
         lambda rank, width: -(-width // 16) if rank == "auto" else rank,
@@ -119,6 +138,7 @@ LAYER_PARTS: dict[str, type[LayerPart]] = {
     "short_convolution": ShortConvolution,
     "delta_net": GatedDeltaNet,
     "mamba1": Mamba1,
+    "mamba2": Mamba2,
 }
 """Parts that a kind of layer has, by the names that `layer_parts` and `layers` give them."""
 
@@ -204,7 +224,8 @@ def _field(said: Any) -> Field | None:
         return None if said == "null" else Field(said)
     default = _value(said["default"]) if "default" in said else REQUIRED
     read, write = CONVERSIONS.get(said.get("as", ""), (_same, _same))
-    return Field(said["name"], default, read, write, tuple(said.get("of", ())))
+    others = tuple(said.get("of", ()))
+    return Field(said["name"], default, read, write, others, said.get("reads_null", False))
 
 
 def _field_or_value(said: Any) -> Any:

@@ -19,6 +19,7 @@ from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.weight_link import WeightLink
 from lamina.models.huggingface.rope import read_rope, written_rope
+from lamina.models.mamba.block import Mamba2
 
 REQUIRED: Any = object()
 
@@ -30,7 +31,8 @@ def _same(value: Any) -> Any:
 class Field(NamedTuple):
     """A name of `config.json`, what it is where it is absent, and how it becomes ours and back.
 
-    Both functions are given the values of the names in `of` too.
+    Both functions are given the values of the names in `of` too. A null is None, unless the field
+    `reads_null`.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Field(NamedTuple):
     read: Callable[..., Any] = _same
     write: Callable[..., Any] = _same
     of: tuple[str, ...] = ()
+    reads_null: bool = False
 
 
 LLAMA: dict[str, Field] = {
@@ -219,6 +222,8 @@ class ModelType:
                 )
         if self.rope and not self.nested_rope:
             read |= read_rope(source)
+        if read.get("positions") == "none":
+            read |= _UNTURNED
         if self.latent:
             read |= LatentAttention.read_huggingface(source)
             if self.latent == "halves":
@@ -226,21 +231,25 @@ class ModelType:
             read["num_kv_heads"] = read["head_dim"] = None
         if self.experts is not None:
             read["moe"] = self._read_experts(source, read)
-        if self.mamba is not None:
-            read["mamba"] = MambaConfig(**read_table(self.mamba, source))
+        sizes = None if self.mamba is None else read_table(self.mamba, source)
         read |= self._read_layers(source, read)
         letters = {spec.letter for spec in read.get("layers") or ()}
         letters |= set(read.get("layer_pattern") or "")
-        for name, letter in {"moe": "E", "mamba": "M"}.items():
-            if letters and letters <= set("M*-E") and letter not in letters:
-                read.pop(name, None)
+        if letters and letters <= set("M*-E") and "E" not in letters:
+            read.pop("moe", None)
+        kinds = [read, *(dict(spec.changes) for spec in read.get("layers") or ())]
+        if "M" in letters or any(isinstance(kind.get("attention"), Mamba2) for kind in kinds):
+            read["mamba"] = None if sizes is None else MambaConfig(**sizes)
         return {**read, "huggingface_type": self.name}
 
-    def _read_experts(self, source: Mapping[str, Any], read: Mapping[str, Any]) -> MoEConfig | None:
+    def _read_experts(self, source: Mapping[str, Any], read: dict[str, Any]) -> MoEConfig | None:
         sizes = {**self.expert_constants, **read_table(self.expert_table, source)}
         sizes.setdefault("scores", "softmax")
         if "ffn_size" not in sizes:
             sizes["ffn_size"] = read["ffn_size"]
+        if sizes["num_experts"] is None:  # what is left is the shared expert, which is the MLP
+            read["ffn_size"] = sizes["shared_ffn_size"]
+            return None
         if self._counts_shared:
             sizes["shared_ffn_size"] = (sizes["shared_ffn_size"] or 0) * sizes["ffn_size"]
         sizes["shared_ffn_size"] = sizes.get("shared_ffn_size") or None
@@ -339,9 +348,13 @@ class ModelType:
             written |= self._write_latent(config, config.attention_variant)
         if self.experts is not None:
             written |= self._write_experts(config)
-        if self.mamba is not None and config.mamba is not None:
+        if self.mamba is not None and config.mamba is None:
+            # No layer has these heads. But transformers checks that they divide the inner width.
+            written[self.mamba["num_heads"].name] = 1
+        elif self.mamba is not None and config.mamba is not None:
             sizes = config.mamba
-            written |= {w.name: w.write(getattr(sizes, ours)) for ours, w in self.mamba.items()}
+            said = {w.name: w.write(getattr(sizes, ours)) for ours, w in self.mamba.items()}
+            written |= {w: value for w, value in said.items() if value is not None}
         return written | self._write_layers(config, written)
 
     def _write_table(self, config: TransformerConfig) -> dict[str, Any]:
@@ -392,10 +405,13 @@ class ModelType:
                     if isinstance(where, Field)
                 }
         for name, said in self.layers.items():
-            # A kind may say which part it has by the part's name.
+            # A kind may say which part it has by the part's name. No layer is of a kind whose part
+            # the config has not got.
+            absent = {part for part, value in made.items() if value is None}
             kinds = {
                 kind: {ours: made.get(value, value) for ours, value in own.items()}
                 for kind, own in said.items()
+                if not absent.intersection(own.values())
             }
             of_layers = [_kind_of(kinds, config, at) for at in layers]
             written |= self._write_kinds(name, of_layers)
@@ -409,7 +425,11 @@ class ModelType:
     def _write_experts(self, config: TransformerConfig) -> dict[str, Any]:
         moe = config.moe
         if moe is None:
-            return {"first_k_dense_replace": config.num_layers}
+            number = self.expert_table["num_experts"]
+            if number.write(None) is None:
+                return {"first_k_dense_replace": config.num_layers}
+            name = self.expert_table["shared_ffn_size"].name
+            return {number.name: number.write(None), name: config.ffn_width}
         values = {each.name: getattr(moe, each.name) for each in fields(moe)}
         values["ffn_size"] = moe.ffn_size or config.ffn_width
         shared = moe.shared_ffn_size or 0
@@ -552,7 +572,8 @@ def read_table(table: Mapping[str, Field], source: Mapping[str, Any]) -> dict[st
         absent = where.default is REQUIRED
         value = source[where.name] if absent else source.get(where.name, where.default)
         others = [source.get(name) for name in where.of]
-        read[ours] = value if value is None else where.read(value, *others)
+        null = value is None and not where.reads_null
+        read[ours] = None if null else where.read(value, *others)
     return read
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lamina.mesh import derive_seed, mark
 from lamina.mesh.engine import MeshAxis
 from lamina.models.attention.context import AttentionContext, TokenCache
-from lamina.models.base.config import LayerPart, TransformerConfig
+from lamina.models.base.config import AttentionVariant, TransformerConfig
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.initialise import fill, uniform
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
@@ -301,8 +301,31 @@ class MambaMixer(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2(LayerPart):
-    """The mixer that the config's `mamba` describes."""
+class Mamba2(AttentionVariant):
+    """The mixer that the config's `mamba` describes.
+
+    A layer of letter `M` is the mixer alone. To have it in the place of attention, with an MLP
+    after it, give it to some layers: `layers=(LayerSpec(attention=Mamba2()), LayerSpec(), ...)`.
+
+    Source: Dao and Gu, Transformers are SSMs, arXiv:2405.21060.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4,
+        ...                            attention=Mamba2(), mamba=MambaConfig(head_dim=16))
+    """
+
+    context_parallel = ()
+    reads_documents = True
+    reads_mamba = True
+
+    def check(self, config: TransformerConfig) -> None:
+        """See `AttentionVariant.check`."""
+        super().check(config)
+        sizes_of(config)
+
+    def products_per_pair(self, config: TransformerConfig) -> int:
+        """See `AttentionVariant.products_per_pair`."""
+        return 0
 
     def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
         """See `LayerPart.make`."""

@@ -1,6 +1,7 @@
 """A layer of experts, which replaces the MLP of a block."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -62,10 +63,12 @@ class MoELayer(nn.Module):
         self.dispatcher = TokenDispatcher(moe.num_experts, axes, moe.dispatcher)
         self.shared: MLP | None = None
         if moe.shared_ffn_size is not None:
-            # Without the layer pattern, because letters of experts are refused without `moe`.
-            shared = replace(
-                config, ffn_size=moe.shared_ffn_size, moe=None, layer_pattern=None, mamba=None
-            )
+            # Without the layer pattern, because letters of experts are refused without `moe`, and
+            # without the sizes of layers that no pattern has then.
+            reads = config.attention is not None and config.attention.reads_mamba
+            own: dict[str, Any] = {} if reads else {"mamba": None}
+            own |= {"ffn_size": moe.shared_ffn_size, "moe": None, "layer_pattern": None}
+            shared = replace(config, **own)
             self.shared = MLP(shared, axes.tp)
         self.shared_gate: Linear | None = None
         if moe.shared_gate:

@@ -99,17 +99,22 @@ class MambaConfig:
 
 
 def check_pattern(
-    pattern: str | None, num_layers: int, mamba: MambaConfig | None, own: Sequence[str] = ()
+    pattern: str | None,
+    num_layers: int,
+    mamba: MambaConfig | None,
+    own: Sequence[str] = (),
+    reads_mamba: bool = False,
 ) -> None:
     """Raise ValueError unless the pattern's letters are known and fit the other fields.
 
-    `own` are the letters of the caller's own layers.
+    `own` are the letters of the caller's own layers. `reads_mamba` says that layers of other
+    letters have Mamba-2 in the place of attention.
     """
     if pattern is None:
-        if mamba is not None:
+        if mamba is not None and not reads_mamba:
             raise ValueError(
                 "mamba is given without layer_pattern: say which layers are Mamba's, such as "
-                f"layer_pattern={'M' * num_layers!r}"
+                f"layer_pattern={'M' * num_layers!r}, or attention=Mamba2()"
             )
         return
     unknown = sorted(set(pattern) - {*LETTERS, *own})
@@ -121,7 +126,7 @@ def check_pattern(
             f"layer_pattern {pattern!r} has {len(pattern)} letters, num_layers is {num_layers}: "
             "each letter is one layer"
         )
-    if ("M" in pattern) != (mamba is not None):
+    if not reads_mamba and ("M" in pattern) != (mamba is not None):
         mamba_given = "no mamba is given" if mamba is None else "mamba is given"
         raise ValueError(
             f"layer_pattern {pattern!r} has {pattern.count('M')} Mamba layers (letter 'M'), and "

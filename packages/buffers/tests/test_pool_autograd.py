@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
 from lamina.buffers import BufferLayout, StaleStorageError, StoragePool, TensorSpec
 from lamina.buffers.engine import SavedTensorGuard
+from lamina_testing import Meter
 
 from .pools import address, conflicts_of, slotted
 
@@ -82,6 +85,22 @@ def test_gradients_are_right_when_units_come_back(mode, guarded):
             assert torch.equal(unit.weight.grad, grad)
             unit.weight.grad = None
             pool.release(unit.key)
+
+
+def test_a_forward_that_is_dropped_leaves_nothing():
+    """tanh and softmax save their own results, which a hook must not keep with their graph."""
+    pool = StoragePool()
+    (unit,) = chain(pool, units="a")
+    live = []
+    with Meter() as meter:
+        for _ in range(3):
+            with SavedTensorGuard(pool):
+                y = unit(torch.ones(2, 4)).tanh().softmax(dim=-1)
+            assert y.requires_grad
+            del y
+            gc.collect()
+            live.append(meter.live_bytes())
+    assert live == [live[0]] * 3
 
 
 def test_forgetting_to_gather_gives_nan_under_poison_and_an_error_under_the_guard():

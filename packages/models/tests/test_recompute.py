@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import weakref
 from dataclasses import replace
 
@@ -13,8 +14,10 @@ from torch import nn
 
 from lamina.mesh import ParallelLayout, seed_everything
 from lamina.models import (
+    AttentionScores,
     GPTModel,
     LatentAttention,
+    MambaConfig,
     RecomputePolicy,
     TransformerConfig,
     apply_recompute,
@@ -226,6 +229,29 @@ class Writes(nn.Module):
         waves = torch.sin(doubled)
         doubled.add_(1.0)
         return waves
+
+
+MAMBA = replace(
+    LLAMA, layer_pattern="M*", num_layers=2, mamba=MambaConfig(state_size=8, head_dim=8),
+    scores=AttentionScores(softcap=2.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_forwards_leave_nothing(policy, backward):
+    """A forward that is dropped before its backward too: exp and softmax save their results."""
+    model, live = GPTModel(MAMBA, seed=0), []
+    apply_recompute(model, POLICIES[policy])
+    with Meter() as meter:
+        for _ in range(4):
+            loss = model(**batch())
+            if backward:
+                loss.backward()
+            del loss
+            gc.collect()
+            live.append(meter.live_bytes())
+    assert live[1:] == [live[1]] * 3
 
 
 def test_what_was_written_into_since_comes_from_the_host():

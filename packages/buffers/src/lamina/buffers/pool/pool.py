@@ -581,6 +581,21 @@ class _SavedView:
     tensor: torch.Tensor
 
 
+# Note [Saved results]
+# exp, sigmoid or softmax save their own results. A hook that gives back the tensor that it was
+# given makes a cycle: the node holds what the hook gave back, and that tensor holds its node. torch
+# lets go of what is saved once backward has run. But a graph that is dropped before (a forward for
+# evaluation with gradients on) is never freed, not by Python's garbage collector either.
+def apart_from_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph, which autograd adds again. See Note [Saved results].
+
+    Examples:
+        >>> with torch.autograd.graph.saved_tensors_hooks(apart_from_graph, lambda saved: saved):
+        ...     torch.ones(3, requires_grad=True).exp().sum().backward()
+    """
+    return tensor if tensor.grad_fn is None else tensor.detach()
+
+
 class SavedTensorGuard(torch.autograd.graph.saved_tensors_hooks):
     """Watches over views of pooled storage that autograd saves. Use it around forward.
 
@@ -598,8 +613,9 @@ class SavedTensorGuard(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, tensor: torch.Tensor) -> Any:
         # A subclass may have no storage of its own, and a sparse tensor has several.
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-            return tensor
+            return apart_from_graph(tensor)
         key = self.pool.owner_of(tensor)
+        tensor = apart_from_graph(tensor)
         if key is None:
             return tensor
         return _SavedView(key, self.pool.epoch(key), self.pool.generation(key), tensor)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lamina.buffers.engine import apart_from_graph
 from lamina.models.base.computing_device import computes_on, has_values, planned_copy
 
 _LEAVING = 8
@@ -70,6 +71,7 @@ class Offloader:
         storages: list[StorageWeakRef] = []
 
         def pack(tensor: Tensor) -> Tensor | OnHost:
+            tensor = apart_from_graph(tensor)
             storage, shape = tensor.untyped_storage(), (tensor.shape, tensor.stride())
             stays = tensor.numel() < min_numel or storage._cdata in parameters
             if stays or computes_on(tensor) not in self.devices:

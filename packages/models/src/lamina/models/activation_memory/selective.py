@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lamina.buffers.engine import apart_from_graph
 from lamina.mesh.engine import recompute_contexts
 from lamina.models.base.applied import applied
 
@@ -63,12 +64,12 @@ class Discarder:
     def _pack(self, tensor: Tensor) -> Tensor | _RecipeView:
         entry = self._known.get(tensor.untyped_storage()._cdata)
         if entry is None:
-            return tensor
+            return apart_from_graph(tensor)
         storage, version, recipe = entry
         # The address of a freed storage may belong to another one by now, and an output that was
         # written to afterwards cannot be computed again. Such tensors are saved as usual.
         if storage.expired() or tensor._version != version:  # type: ignore[no-untyped-call]
-            return tensor
+            return apart_from_graph(tensor)
         return _RecipeView(recipe, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
@@ -109,8 +110,8 @@ class _Recipe:
         self.others = [None if isinstance(x, Tensor) else x for x in inputs]
         self.tensors_at = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
         self.random: _RandomState | None = None
-        rate = getattr(module, "rate", 0.0)  # the `rate` of a scan is a tensor of decay rates
-        if isinstance(rate, float) and rate > 0.0 and module.training:
+        # An attribute of the object: the `rate` of a scan is a property, which computes its decays.
+        if vars(module).get("rate", 0.0) > 0.0 and module.training:
             self.random = _RandomState([inputs[i] for i in self.tensors_at])
         self.node: Callable[[], Any] = lambda: None
         self.kept: _Run | None = None

@@ -103,6 +103,30 @@ def test_a_forward_that_is_dropped_leaves_nothing():
     assert live == [live[0]] * 3
 
 
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("saved", ["result", "input"])
+def test_a_saved_tensor_that_was_written_to_is_refused(saved, guarded):
+    """Torch says so where there is no hook, and does not look where there is one."""
+    w = torch.ones(3, requires_grad=True)
+    with SavedTensorGuard(StoragePool()) if guarded else torch.enable_grad():
+        doubled = w * 2
+        y = doubled.exp() if saved == "result" else doubled.square()
+        (y if saved == "result" else doubled).add_(1)
+    words = "written to in place after forward had saved it" if guarded else "inplace operation"
+    with pytest.raises(RuntimeError, match=words):
+        y.sum().backward()
+
+
+def test_second_derivatives_go_through_the_guard():
+    w = torch.linspace(-1, 1, 3, dtype=torch.float64, requires_grad=True)
+
+    def function(w):
+        with SavedTensorGuard(StoragePool()):
+            return (w * 2).exp().tanh()
+
+    assert torch.autograd.gradgradcheck(function, (w,))
+
+
 def test_forgetting_to_gather_gives_nan_under_poison_and_an_error_under_the_guard():
     for guarded in (False, True):
         pool = StoragePool(poison=True)

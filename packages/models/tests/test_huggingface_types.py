@@ -418,6 +418,20 @@ def test_granite_4_has_the_parts_that_its_file_says(changes, tmp_path, monkeypat
     assert (config.mamba is None) == ("position_embedding_type" in changes)
 
 
+def test_jamba_with_one_expert_has_none(tmp_path, monkeypatch):
+    monkeypatch.setitem(OWN, "jamba", {**OWN["jamba"], "num_experts": 1, "num_local_experts": 1})
+    check_exact("jamba", tmp_path)
+    assert config_from_huggingface(tiny("jamba").to_dict()).moe is None
+
+
+def test_layers_that_no_period_gives_are_refused():
+    config = config_from_huggingface(tiny("jamba").to_dict())
+    first, other, _ = config.layers or ()
+    twice = replace(config, num_layers=5, layers=(other, other, first, first, other))
+    with pytest.raises(ValueError, match="by attn_layer_period and attn_layer_offset, and no two"):
+        huggingface_config(twice)
+
+
 def test_a_type_with_recurrent_layers_may_have_none():
     changed = tiny("lfm2").to_dict() | {"layer_types": ["full_attention"] * 2}
     config = config_from_huggingface(changed)

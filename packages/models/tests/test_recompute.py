@@ -312,6 +312,27 @@ def test_an_output_written_to_afterwards_is_not_recomputed_wrongly():
     torch.testing.assert_close([x.grad, block.weight.grad], expected)
 
 
+class WritesInPlace(Twice):
+    """A user's own block that writes to what a product has saved."""
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        y = hidden * hidden
+        hidden.add_(1.0)
+        return y
+
+
+@pytest.mark.parametrize("policy", ["selective", "offload"])
+def test_a_write_to_a_saved_tensor_is_an_error_as_without_recomputation(policy):
+    block, x = WritesInPlace(LLAMA), torch.randn(3, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        block(x).sum().backward()
+    how = RecomputePolicy(kind=policy, **({"min_numel": 10**9} if policy == "offload" else {}))
+    apply_recompute(nn.Sequential(block), how, blocks=(WritesInPlace,))
+    with pytest.raises(RuntimeError, match="written to in place after forward had saved it"):
+        block(x).sum().backward()
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="kind is 'some'"):
         RecomputePolicy(kind="some")

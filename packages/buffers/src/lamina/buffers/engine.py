@@ -5,7 +5,8 @@ from lamina.buffers.layout.layout import Span
 from lamina.buffers.layout.padding import PaddingReport, split_by_row
 from lamina.buffers.layout.tensor_region import RegionBox, Run, TensorRegion
 from lamina.buffers.placement import Placement
-from lamina.buffers.pool.pool import SavedTensorGuard, ScratchBuffers, apart_from_graph
+from lamina.buffers.pool.pool import ScratchBuffers
+from lamina.buffers.pool.saved_tensors import SavedTensor, SavedTensorGuard
 from lamina.buffers.pool.slots import SlotPlan, color_slots
 from lamina.buffers.resolve_axes import Axis, PlainAxis, resolve_axes
 from lamina.buffers.tensors.span_moves import narrowed
@@ -22,6 +23,7 @@ __all__ = [
     "PlainAxis",
     "RegionBox",
     "Run",
+    "SavedTensor",
     "SavedTensorGuard",
     "ScratchBuffers",
     "SlotPlan",
@@ -30,7 +32,6 @@ __all__ = [
     "SpanSpec",
     "TensorPart",
     "TensorRegion",
-    "apart_from_graph",
     "boxes_of_span",
     "color_slots",
     "narrowed",

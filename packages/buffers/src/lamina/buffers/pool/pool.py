@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 import torch
 
@@ -569,70 +569,6 @@ class StoragePool:
                 state = "live" if entry.is_live else "released"
                 lines.append(f"  own: {key!r} {entry.nbytes} bytes, {state}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _SavedView:
-    """A saved view of a key, and where the key was at that time."""
-
-    key: Hashable
-    epoch: int
-    generation: int
-    tensor: torch.Tensor
-
-
-# Note [Saved results]
-# exp, sigmoid or softmax save their own results. A hook that gives back the tensor that it was
-# given makes a cycle: the node holds what the hook gave back, and that tensor holds its node. torch
-# lets go of what is saved once backward has run. But a graph that is dropped before (a forward for
-# evaluation with gradients on) is never freed, not by Python's garbage collector either.
-def apart_from_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its graph, which autograd adds again. See Note [Saved results].
-
-    Examples:
-        >>> with torch.autograd.graph.saved_tensors_hooks(apart_from_graph, lambda saved: saved):
-        ...     torch.ones(3, requires_grad=True).exp().sum().backward()
-    """
-    return tensor if tensor.grad_fn is None else tensor.detach()
-
-
-class SavedTensorGuard(torch.autograd.graph.saved_tensors_hooks):
-    """Watches over views of pooled storage that autograd saves. Use it around forward.
-
-    When backward unpacks such a view, its key must be live and in the same place; otherwise
-    gradients would be computed from another unit's weights without any error. Other tensors pass
-    through untouched.
-
-    StaleStorageError, on pack or unpack, names the key, what it holds and what to do.
-    """
-
-    def __init__(self, pool: StoragePool) -> None:
-        self.pool = pool
-        super().__init__(self._pack, self._unpack)
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        # A subclass may have no storage of its own, and a sparse tensor has several.
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-            return apart_from_graph(tensor)
-        key = self.pool.owner_of(tensor)
-        tensor = apart_from_graph(tensor)
-        if key is None:
-            return tensor
-        return _SavedView(key, self.pool.epoch(key), self.pool.generation(key), tensor)
-
-    def _unpack(self, saved: Any) -> torch.Tensor:
-        if not isinstance(saved, _SavedView):
-            result: torch.Tensor = saved
-            return result
-        pool, key = self.pool, saved.key
-        pool.check(key)
-        if pool.epoch(key) != saved.epoch:
-            raise StaleStorageError(
-                f"{key!r} was saved in epoch {saved.epoch} (generation {saved.generation}) and has "
-                f"moved since (epoch {pool.epoch(key)}, generation {pool.generation(key)}): plan "
-                "slots with the whole order of use"
-            )
-        return saved.tensor
 
 
 class ScratchBuffers:

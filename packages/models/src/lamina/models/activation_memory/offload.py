@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lamina.buffers.engine import apart_from_graph
+from lamina.buffers.engine import SavedTensor
 from lamina.models.base.computing_device import computes_on, has_values, planned_copy
 
 _LEAVING = 8
@@ -70,12 +70,13 @@ class Offloader:
         # for it. A weak reference to the storage keeps the address from being used again.
         storages: list[StorageWeakRef] = []
 
-        def pack(tensor: Tensor) -> Tensor | OnHost:
-            tensor = apart_from_graph(tensor)
+        def pack(tensor: Tensor) -> SavedTensor | OnHost:
+            kept = SavedTensor.of(tensor)
+            tensor = kept.tensor
             storage, shape = tensor.untyped_storage(), (tensor.shape, tensor.stride())
             stays = tensor.numel() < min_numel or storage._cdata in parameters
             if stays or computes_on(tensor) not in self.devices:
-                return tensor
+                return kept
             address = (storage._cdata, tensor.storage_offset(), tensor._version)
             key = (*address, *shape, tensor.dtype)
             if key not in moved:
@@ -87,9 +88,9 @@ class Offloader:
             moved[key].uses += 1
             return moved[key]
 
-        def unpack(packed: Tensor | OnHost) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
+        def unpack(packed: SavedTensor | OnHost) -> Tensor:
+            if isinstance(packed, SavedTensor):
+                return packed.unpacked()
             self._come_to(packed.owner)
             return packed.take()
 

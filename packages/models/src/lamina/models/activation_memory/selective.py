@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lamina.buffers.engine import apart_from_graph
+from lamina.buffers.engine import SavedTensor
 from lamina.mesh.engine import recompute_contexts
 from lamina.models.base.applied import applied
 
@@ -61,15 +61,15 @@ class Discarder:
             self._known[storage._cdata] = StorageWeakRef(storage), output._version, recipe  # type: ignore[no-untyped-call]
         return output
 
-    def _pack(self, tensor: Tensor) -> Tensor | _RecipeView:
+    def _pack(self, tensor: Tensor) -> SavedTensor | _RecipeView:
         entry = self._known.get(tensor.untyped_storage()._cdata)
         if entry is None:
-            return apart_from_graph(tensor)
+            return SavedTensor.of(tensor)
         storage, version, recipe = entry
         # The address of a freed storage may belong to another one by now, and an output that was
         # written to afterwards cannot be computed again. Such tensors are saved as usual.
         if storage.expired() or tensor._version != version:  # type: ignore[no-untyped-call]
-            return apart_from_graph(tensor)
+            return SavedTensor.of(tensor)
         return _RecipeView(recipe, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
@@ -82,9 +82,9 @@ class _RecipeView(NamedTuple):
     offset: int
 
 
-def _unpack(packed: Tensor | _RecipeView) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
+def _unpack(packed: SavedTensor | _RecipeView) -> Tensor:
+    if isinstance(packed, SavedTensor):
+        return packed.unpacked()
     output = packed.recipe.rerun().output.detach()
     return output.as_strided(packed.size, packed.stride, packed.offset)
 
@@ -111,7 +111,8 @@ class _Recipe:
         self.tensors_at = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
         self.random: _RandomState | None = None
         # An attribute of the object: the `rate` of a scan is a property, which computes its decays.
-        if vars(module).get("rate", 0.0) > 0.0 and module.training:
+        rate = vars(module).get("rate")
+        if isinstance(rate, float) and rate > 0.0 and module.training:
             self.random = _RandomState([inputs[i] for i in self.tensors_at])
         self.node: Callable[[], Any] = lambda: None
         self.kept: _Run | None = None

@@ -71,6 +71,10 @@ CONVERSIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda scale, layers: round(scale * math.sqrt(layers), 12),
     ),
     "or_none": (lambda number: number or None, lambda number: number or 0),
+    "several_or_none": (
+        lambda number: number if number > 1 else None,
+        lambda number: number or 1,
+    ),
     "rope_or_none": (
         lambda kind: "rope" if kind == "rope" else "none",
         lambda positions: "rope" if positions == "rope" else None,

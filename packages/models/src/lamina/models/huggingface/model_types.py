@@ -248,7 +248,7 @@ class ModelType:
         if "ffn_size" not in sizes:
             sizes["ffn_size"] = read["ffn_size"]
         if sizes["num_experts"] is None:  # what is left is the shared expert, which is the MLP
-            read["ffn_size"] = sizes["shared_ffn_size"]
+            read["ffn_size"] = sizes.get("shared_ffn_size") or read["ffn_size"]
             return None
         if self._counts_shared:
             sizes["shared_ffn_size"] = (sizes["shared_ffn_size"] or 0) * sizes["ffn_size"]
@@ -428,8 +428,9 @@ class ModelType:
             number = self.expert_table["num_experts"]
             if number.write(None) is None:
                 return {"first_k_dense_replace": config.num_layers}
-            name = self.expert_table["shared_ffn_size"].name
-            return {number.name: number.write(None), name: config.ffn_width}
+            where = self.expert_table.get("shared_ffn_size")
+            width = {} if where is None else {where.name: config.ffn_width}
+            return {number.name: number.write(None), **width}
         values = {each.name: getattr(moe, each.name) for each in fields(moe)}
         values["ffn_size"] = moe.ffn_size or config.ffn_width
         shared = moe.shared_ffn_size or 0

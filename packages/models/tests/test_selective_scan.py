@@ -118,7 +118,7 @@ def root_mean_square(x, eps):
 @torch.no_grad()
 @pytest.mark.parametrize("norms", ["none", "plain", "weighted"])
 def test_the_mixer_is_what_its_parameters_say(norms):
-    sizes = replace(SIZES, norms=norms, norm_eps=1e-2)
+    sizes = replace(SIZES, norms=norms, norm_eps=None if norms == "none" else 1e-2)
     config = replace(CONFIG, layers=None, layer_pattern="***", positions="none", attention=sizes)
     mixer = GPTModel(config, seed=1).double().blocks[0].mixer
     torch.manual_seed(3)
@@ -198,7 +198,9 @@ def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match=r"dt_min and dt_max are 2\.0 and 1\.0"):
         replace(SIZES, dt_min=2.0)
     with pytest.raises(ValueError, match=r"norm_eps is 0\.0"):
-        replace(SIZES, norm_eps=0.0)
+        replace(NORMED, norm_eps=0.0)
+    with pytest.raises(ValueError, match=r"norm_eps=0\.01 has no effect: norms is 'none'"):
+        replace(SIZES, norm_eps=0.01)
 
 
 @pytest.mark.ranks(2)

@@ -16,6 +16,7 @@ from lamina.mesh.engine import MeshAxis
 from lamina.models.attention.context import AttentionContext, TokenCache
 from lamina.models.base.config import AttentionVariant, TransformerConfig
 from lamina.models.base.configs.field_checks import (
+    refuse_unread,
     require_at_least,
     require_choices,
     require_in_order,
@@ -68,7 +69,7 @@ class Mamba1(AttentionVariant):
         dt_max: the largest; steps are drawn uniformly on a log scale.
 
     Raises:
-        ValueError: for sizes below 1, or a range that is empty.
+        ValueError: for sizes below 1, a range that is empty, or `norm_eps` without `norms`.
 
     Examples:
         >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4,
@@ -95,6 +96,8 @@ class Mamba1(AttentionVariant):
         require_choices(self, Mamba1)
         if self.norm_eps is not None:
             require_positive(self, "norm_eps")
+        if self.norms == "none":
+            refuse_unread(self, ("norm_eps",), "norms is 'none'")
         require_in_order("dt_min and dt_max", self.dt_min, self.dt_max)
 
     def sizes(self, config: TransformerConfig) -> tuple[int, int]:

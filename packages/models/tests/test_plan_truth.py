@@ -118,17 +118,18 @@ RECURRENT = {
 }
 
 
-# On one rank, where no sum ends sooner or later: on two a delta net's step was 3% apart once.
-@pytest.mark.ranks(1, backend="gloo")
+@pytest.mark.ranks(1, 2, backend="gloo")
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("kind", list(RECURRENT))
 def test_recurrent_layers_are_planned_as_they_run(ranks, kind, recompute):
     """Their scans save other tensors than attention, and Mamba-1's are computed again."""
     layers = (LayerSpec(attention=RECURRENT[kind]), LayerSpec())
     mamba = MambaConfig(state_size=16, head_dim=16, groups=2) if kind == "Mamba-2" else None
-    job = replace(sampled(3, 1), strategy=3, recompute=recompute)
+    job = replace(sampled(3, ranks.world_size), strategy=3, recompute=recompute)
     config = replace(job.config, num_layers=2, layers=layers, mamba=mamba)
-    assert abs(error_of(replace(job, config=config))) < 1e-3
+    # On one rank no sum ends sooner or later. What a step leaves behind shows here too.
+    bound = 1e-3 if ranks.world_size == 1 else NEAR
+    assert abs(error_of(replace(job, config=config))) < bound
 
 
 FSDP2 = Job(

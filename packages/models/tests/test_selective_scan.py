@@ -15,7 +15,7 @@ from lamina.mesh.engine import mesh_axis
 from lamina.models import GPTModel, LayerSpec, TransformerConfig, apply_recompute, generate
 from lamina.models.attention import AttentionContext
 from lamina.models.base.mesh_axes import cut_weight
-from lamina.models.mamba import Mamba1
+from lamina.models.mamba import Mamba1, Mamba2
 from lamina.models.mamba.selective_scan import selective_scan
 from lamina_testing import device_type
 
@@ -191,6 +191,8 @@ def test_text_is_written_with_a_state_as_from_the_whole():
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match="invariant=True beside Mamba1"):
         replace(CONFIG, invariant=True)
+    with pytest.raises(ValueError, match="the config has no mamba"):
+        replace(CONFIG, layers=None, attention=Mamba2())
     with pytest.raises(ValueError, match="taps is 0"):
         replace(SIZES, taps=0)
     with pytest.raises(ValueError, match="norms is 'rms'"):

@@ -9,15 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lamina.ddp.engine import finalize_plain_gradients
-from lamina.mesh import ParallelLayout, role_of
-from lamina.mesh.engine import mesh_axis
-from lamina.models import GPTModel, LayerSpec, TransformerConfig, apply_recompute, generate
+from lamina.mesh import ParallelLayout
+from lamina.models import GPTModel, LayerSpec, TransformerConfig, generate
 from lamina.models.attention import AttentionContext
-from lamina.models.base.mesh_axes import cut_weight
 from lamina.models.mamba import GatedDeltaNet
 from lamina.models.mamba.delta_rule import chunked_delta_rule, delta_step
 from lamina_testing import device_type
+
+from .recurrent import DOCUMENTS, TEXT, check_cut_over_ranks
 
 NET = GatedDeltaNet(key_heads=2, value_heads=4, key_width=6, value_width=5, chunk_size=4)
 CONFIG = TransformerConfig(
@@ -27,8 +26,6 @@ CONFIG = TransformerConfig(
         LayerSpec(attention=replace(NET, negative=True, taps=2, norm_eps=1e-3)),
     ),
 )  # fmt: skip
-TEXT = torch.randint(50, (2, 13), generator=torch.Generator().manual_seed(0))
-DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 2 + [4] * 10])
 
 
 def rule(query, key, value, decay, step):
@@ -118,24 +115,7 @@ def test_the_mixer_is_what_its_parameters_say():
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_heads_cut_over_ranks_train_like_one_process(sequence_parallel, recompute):
-    mesh = ParallelLayout(tp=2).build(device_type())
-    axis = mesh_axis(mesh, "tp")
-    config = replace(CONFIG, sequence_parallel=sequence_parallel)
-    whole, model = GPTModel(config, seed=1).double(), GPTModel(config, mesh, seed=1).double()
-    apply_recompute(model, recompute)
-    text, documents = TEXT.to(device_type()), DOCUMENTS.to(device_type())
-    losses = [each(text[:, :-1], text[:, 1:], document_ids=documents) for each in (whole, model)]
-    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-12)
-    for loss in losses:
-        loss.backward()
-    finalize_plain_gradients(model, mesh)
-    wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    assert all(gradient.norm() > 1e-6 for gradient in wanted.values())
-    for name, parameter in model.named_parameters():
-        role, gradient = role_of(parameter), wanted[name]
-        if role.tp_shard_dim is not None:
-            gradient = cut_weight(gradient, role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-11, msg=name)
+    check_cut_over_ranks(replace(CONFIG, sequence_parallel=sequence_parallel), recompute)
 
 
 @torch.no_grad()

@@ -237,12 +237,15 @@ MAMBA = replace(
 )  # fmt: skip
 
 
+NOTHING_MOVES = RecomputePolicy(kind="offload", min_numel=10**9)
+
+
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("policy", [*POLICIES.values(), NOTHING_MOVES], ids=str)
 def test_forwards_leave_nothing(policy, backward):
     """A forward that is dropped before its backward too: exp and softmax save their results."""
     model, live = GPTModel(MAMBA, seed=0), []
-    apply_recompute(model, POLICIES[policy])
+    apply_recompute(model, policy)
     with Meter() as meter:
         for _ in range(4):
             loss = model(**batch())

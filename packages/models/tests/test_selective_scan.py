@@ -9,15 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lamina.ddp.engine import finalize_plain_gradients
-from lamina.mesh import ParallelLayout, role_of
-from lamina.mesh.engine import mesh_axis
-from lamina.models import GPTModel, LayerSpec, TransformerConfig, apply_recompute, generate
+from lamina.mesh import ParallelLayout
+from lamina.models import GPTModel, LayerSpec, TransformerConfig, generate
 from lamina.models.attention import AttentionContext
-from lamina.models.base.mesh_axes import cut_weight
 from lamina.models.mamba import Mamba1, Mamba2
 from lamina.models.mamba.selective_scan import selective_scan
 from lamina_testing import device_type
+
+from .recurrent import DOCUMENTS, TEXT, check_cut_over_ranks
 
 SIZES = Mamba1(state_size=3, step_rank=2, chunk_size=4, dt_min=0.1, dt_max=1.0)
 NORMED = replace(SIZES, norms="weighted", bias=True, conv_bias=False, taps=2)
@@ -25,8 +24,6 @@ CONFIG = TransformerConfig(
     vocab_size=50, hidden_size=16, num_layers=3, num_heads=4, ffn_size=24, init_std=0.3,
     layers=(LayerSpec(attention=SIZES), LayerSpec(), LayerSpec(attention=NORMED)),
 )  # fmt: skip
-TEXT = torch.randint(50, (2, 13), generator=torch.Generator().manual_seed(0))
-DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 2 + [4] * 10])
 ENDS = {True: [(0, 5, 12), (0, 2, 12)], False: [(0, 12), (0, 12)]}
 
 
@@ -160,24 +157,7 @@ def test_fresh_parameters_are_those_of_the_paper():
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_channels_cut_over_ranks_train_like_one_process(sequence_parallel, recompute):
-    mesh = ParallelLayout(tp=2).build(device_type())
-    axis = mesh_axis(mesh, "tp")
-    config = replace(CONFIG, sequence_parallel=sequence_parallel)
-    whole, model = GPTModel(config, seed=1).double(), GPTModel(config, mesh, seed=1).double()
-    apply_recompute(model, recompute)
-    text, documents = TEXT.to(device_type()), DOCUMENTS.to(device_type())
-    losses = [each(text[:, :-1], text[:, 1:], document_ids=documents) for each in (whole, model)]
-    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-12)
-    for loss in losses:
-        loss.backward()
-    finalize_plain_gradients(model, mesh)
-    wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    assert all(gradient.norm() > 1e-6 for gradient in wanted.values())
-    for name, parameter in model.named_parameters():
-        role, gradient = role_of(parameter), wanted[name]
-        if role.tp_shard_dim is not None:
-            gradient = cut_weight(gradient, role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-11, msg=name)
+    check_cut_over_ranks(replace(CONFIG, sequence_parallel=sequence_parallel), recompute)
 
 
 @torch.no_grad()

@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lamina.ddp.engine import finalize_plain_gradients
-from lamina.mesh import ParallelLayout, role_of
-from lamina.mesh.engine import mesh_axis
+from lamina.mesh import ParallelLayout
 from lamina.models import GPTModel, LayerSpec, TransformerConfig
 from lamina.models.attention import AttentionContext
-from lamina.models.base.mesh_axes import cut_weight
 from lamina.models.mamba import ShortConvolution
 from lamina_testing import device_type
+
+from .recurrent import DOCUMENTS, check_cut_over_ranks
 
 CONFIG = TransformerConfig(
     vocab_size=50, hidden_size=16, num_layers=3, num_heads=4, ffn_size=24,
@@ -25,8 +24,6 @@ CONFIG = TransformerConfig(
         LayerSpec(attention=ShortConvolution(taps=4)),
     ),
 )  # fmt: skip
-TEXT = torch.randint(50, (2, 13), generator=torch.Generator().manual_seed(0))
-DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 2 + [4] * 10])
 
 
 @torch.no_grad()
@@ -50,22 +47,7 @@ def test_each_document_is_what_conv1d_makes_of_it(taps):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_channels_cut_over_ranks_train_like_one_process(sequence_parallel):
-    mesh = ParallelLayout(tp=2).build(device_type())
-    axis = mesh_axis(mesh, "tp")
-    config = replace(CONFIG, sequence_parallel=sequence_parallel)
-    whole, model = GPTModel(config, seed=1).double(), GPTModel(config, mesh, seed=1).double()
-    text, documents = TEXT.to(device_type()), DOCUMENTS.to(device_type())
-    losses = [each(text[:, :-1], text[:, 1:], document_ids=documents) for each in (whole, model)]
-    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-12)
-    for loss in losses:
-        loss.backward()
-    finalize_plain_gradients(model, mesh)
-    wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    for name, parameter in model.named_parameters():
-        role, gradient = role_of(parameter), wanted[name]
-        if role.tp_shard_dim is not None:
-            gradient = cut_weight(gradient, role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12, msg=name)
+    check_cut_over_ranks(replace(CONFIG, sequence_parallel=sequence_parallel))
 
 
 def test_what_it_cannot_do_is_refused():

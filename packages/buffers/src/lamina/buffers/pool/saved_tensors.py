@@ -14,9 +14,9 @@ from lamina.buffers.pool.pool import StaleStorageError, StoragePool
 # Note [What a hook for saved tensors loses]
 # exp, sigmoid or softmax save their own results. A hook that gives back the tensor that it was
 # given makes a cycle: the node holds what the hook gave back, and that tensor holds its node. torch
-# lets go of it when backward visits the node. But a node that no backward visits is never freed, not
-# by Python's garbage collector either. So it is in a forward for evaluation with gradients on, and
-# in each step where a result is not used (the state after the last token of Mamba's scan).
+# lets go of it when backward visits the node. A node that no backward visits is never freed, and
+# Python's garbage collector does not see it. So it is in a forward for evaluation with gradients
+# on, and in each step where a result is not used (the state after the last token of Mamba's scan).
 # Besides, torch looks at the version of a saved tensor only where there is no hook. So a tensor
 # that was written to since would give wrong gradients, and no error.
 @dataclass(frozen=True)

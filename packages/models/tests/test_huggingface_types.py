@@ -49,6 +49,8 @@ SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scali
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0,
         "mscale_all_dim": 0.7, "original_max_position_embeddings": 16}  # fmt: skip
 LATENT = {"num_key_value_heads": 4, "rope_parameters": YARN}
+SPARSE_LATENT = {**LATENT, "mlp_layer_types": ["dense", "sparse"], "index_topk": 5,
+                 "index_head_dim": 12, "index_n_heads": 3}  # fmt: skip
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -66,6 +68,7 @@ OWN: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2},
     **dict.fromkeys(("granite", "granitemoe", "hyperclovax"), SCALED),
     **dict.fromkeys(("deepseek_v3",), LATENT),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE_LATENT),
     "qwen2_moe": {"mlp_only_layers": [0],
                   "shared_expert_intermediate_size": 20},
     "gemma2": {**TWO_KINDS, **CAPPED},
@@ -124,6 +127,7 @@ A_PART_EACH = {
     "smollm3": "no positions in some layers",
     "hy_v3": "dense and sparse layers, a router of sigmoids",
     "youtu": "latent attention",
+    "deepseek_v32": "an indexer that chooses the keys of latent attention",
     "qwen2_moe": "a gate of the shared expert",
     "gemma3_text": "norms around zero, scaled embeddings",
     "gpt_bigcode": "learned positions, one key head",

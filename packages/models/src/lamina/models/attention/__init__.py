@@ -17,6 +17,10 @@ from lamina.models.attention.kernels import (
 )
 from lamina.models.attention.latent_attention import LatentAttention, LatentSelfAttention
 from lamina.models.attention.rotary import apply_rotary, rotary_tables
+from lamina.models.attention.sparse_attention import (
+    SparseLatentAttention,
+    SparseLatentSelfAttention,
+)
 from lamina.models.base.config import AttentionVariant, HeadWidths
 from lamina.models.base.configs.rope import RopeScaling
 from lamina.models.layers.zigzag import cut_sequence, join_sequence
@@ -34,6 +38,8 @@ __all__ = [
     "MultiHeadAttention",
     "RopeScaling",
     "SelfAttention",
+    "SparseLatentAttention",
+    "SparseLatentSelfAttention",
     "apply_rotary",
     "choose_pattern",
     "cut_sequence",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class LatentAttention(AttentionVariant):
             code has 1e-6 there, whatever the model's own `norm_eps`.
     """
 
-    huggingface_type = "deepseek_v3"
+    huggingface_type: ClassVar[str | None] = "deepseek_v3"
     yarn_scales_scores = True
 
     kv_lora_rank: int
@@ -210,8 +210,13 @@ class LatentSelfAttention(Attention):
 
     def mix(self, x: Tensor, context: AttentionContext) -> Tensor:
         """See `Attention.mix`."""
-        query = self.queries(x, context)
-        key, value = self.keys_and_values(x, context)
+        query = self.queries(self.query_latent(x), context)
+        return self.attend(query, *self.keys_and_values(x, context), context)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """Mix values by the context's pattern, with the cache's unless that keeps latents."""
         kept = replace(context, cache=None) if self._keeps_latents(context) else context
         return cast(Tensor, self.core(query, key, value, kept))
 
@@ -220,11 +225,15 @@ class LatentSelfAttention(Attention):
         # So it does with `invariant=True`, where heads share the turned part one by one.
         return context.cache is not None and not self.sequence_parallel and self.tokens is None
 
-    def queries(self, x: Tensor, context: AttentionContext) -> Tensor:
+    def query_latent(self, x: Tensor) -> Tensor:
+        """What queries are made from: the normalised latent, or the tokens where there is none."""
+        if self.query_down is None or self.query_norm is None:
+            return x
+        return cast(Tensor, self.query_norm(self.query_down(x)))
+
+    def queries(self, latent: Tensor, context: AttentionContext) -> Tensor:
         """Queries `[batch, sequence, heads, nope + rope]`."""
-        if self.query_down is not None and self.query_norm is not None:
-            x = self.query_norm(self.query_down(x))
-        heads = self.query_up(x).view(*context.shape, -1, self.config.head_width)
+        heads = self.query_up(latent).view(*context.shape, -1, self.config.head_width)
         widths = (self.sizes.qk_nope_head_dim, self.sizes.qk_rope_head_dim)
         still, turning = heads.split(widths, dim=-1)
         return torch.cat((still, _turn(turning, context)), dim=-1)

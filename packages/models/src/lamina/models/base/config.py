@@ -125,6 +125,7 @@ class AttentionVariant(LayerPart):
         takes_scores: whether the module applies `TransformerConfig.scores`.
         reads_documents: whether the module reads `context.runs`.
         reads_mamba: whether the config's `mamba` has the sizes of the module.
+        adds_loss: whether the module adds a loss of its own, by `context.routing.scale`.
     """
 
     context_parallel: ClassVar[tuple[ContextParallel, ...]] = get_args(ContextParallel)
@@ -133,6 +134,7 @@ class AttentionVariant(LayerPart):
     takes_scores: ClassVar[bool] = False
     reads_documents: ClassVar[bool] = False
     reads_mamba: ClassVar[bool] = False
+    adds_loss: ClassVar[bool] = False
 
     def products_per_pair(self, config: TransformerConfig) -> int:
         """Count the multiplications for one pair of a query and a key that it attends to."""
@@ -589,9 +591,8 @@ class TransformerConfig:
     @property
     def score_scale(self) -> float:
         """The factor of the scores before the softmax."""
-        if self.attention_scale is not None:
-            return self.attention_scale
-        return 1.0 / math.sqrt(self.head_width)
+        own = self.attention_scale
+        return 1.0 / math.sqrt(self.head_width) if own is None else own
 
     @property
     def padded_vocab_size(self) -> int:
@@ -676,9 +677,8 @@ class TransformerConfig:
     @property
     def output_bias(self) -> bool:
         """Whether attention's output projection has a bias."""
-        if self.attention_output_bias is None:
-            return self.attention_bias
-        return self.attention_output_bias
+        own = self.attention_output_bias
+        return self.attention_bias if own is None else own
 
     @property
     def residual_init_std(self) -> float:

@@ -34,7 +34,7 @@ from lamina.models.layers.loss import IGNORED, check_ids, check_reduction
 from lamina.models.layers.norms import make_norm
 from lamina.models.layers.zigzag import check_divisible, cut_sequence, join_sequence
 from lamina.models.moe.expert_axes import ExpertAxes
-from lamina.models.moe.losses import RoutingContext
+from lamina.models.moe.losses import RoutingContext, adds_losses
 
 # The attributes in which torch keeps a module's hooks.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -74,7 +74,7 @@ class GPTModel(KeepsRoles):
         check_same_seed(self.seed, axis_of(mesh, "tp"), axis_of(mesh, "pp"))
         self.cp = axis_of(mesh, "cp")
         self.expert_axes = ExpertAxes()
-        if config.moe is not None:
+        if adds_losses(config):
             self.expert_axes = ExpertAxes.of(mesh, sequence_parallel=config.sequence_parallel)
         self.auxiliary_scale = 1.0
         self.forward_numbers: ForwardNumbers | None = None
@@ -117,7 +117,7 @@ class GPTModel(KeepsRoles):
         self.embedding_norm = make_norm(config, partial=partial) if config.embedding_norm else None
         rate = config.dropout if config.embedding_dropout is None else config.embedding_dropout
         self.dropout = Dropout(rate, self.axis, sharded=partial)
-        if config.moe is not None and axis is not None and self.expert_axes.tp is None:
+        if adds_losses(config) and axis is not None and self.expert_axes.tp is None:
             # Experts are cut as the other weights are.
             self.expert_axes = ExpertAxes.of(axis, sequence_parallel=config.sequence_parallel)
         self.blocks = nn.ModuleList(
@@ -268,7 +268,7 @@ class GPTModel(KeepsRoles):
         )
         if token_keys is not None:
             context = replace(context, token_keys=token_keys)
-        if self.config.moe is None:
+        if not adds_losses(self.config):
             return context
         scale = self.auxiliary_scale * auxiliary
         routing = RoutingContext.build(padding_mask, self.expert_axes, scale)

@@ -14,6 +14,7 @@ from itertools import chain, groupby
 from typing import Any, Literal, NamedTuple, cast
 
 from lamina.models.attention.latent_attention import LatentAttention
+from lamina.models.attention.sparse_attention import INDEX_NAMES, SparseLatentAttention
 from lamina.models.base.config import AttentionVariant, LayerPart, LayerSpec, TransformerConfig
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
@@ -115,6 +116,8 @@ class ModelType:
         rope: whether `rope_parameters` are read.
         latent: whether its attention is latent; "halves" if its RoPE turns elements half a head
             apart, whatever its config says.
+        indexer: which elements RoPE turns in an indexer that chooses the keys of latent attention:
+            those half a head apart, or neighbours; None has no indexer.
         experts: where the fields of a `MoEConfig` are; None has none.
         expert_constants: fields of a `MoEConfig` that all its models have.
         mamba: where the fields of a `MambaConfig` are; None has none.
@@ -147,6 +150,7 @@ class ModelType:
     gated: bool = True
     rope: bool = True
     latent: bool | Literal["halves"] = False
+    indexer: Literal["halves", "neighbours"] | None = None
     experts: Mapping[str, Field | None] | None = None
     expert_constants: Mapping[str, Any] = field(default_factory=dict)
     mamba: Mapping[str, Field] | None = None
@@ -193,6 +197,7 @@ class ModelType:
         latent = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"}
         latent |= {"v_head_dim", "rope_interleave"}
         names |= latent if self.latent else set()
+        names |= {*INDEX_NAMES.values()} if self.indexer else set()
         names |= {*self.values, *self.equal, *self.written}
         names |= {name for period in self.periods.values() for name in period[:2]}
         return names | {*self.layers, *self.ignored, *self.refused, "layer_types"}
@@ -225,9 +230,7 @@ class ModelType:
         if read.get("positions") == "none":
             read |= _UNTURNED
         if self.latent:
-            read |= LatentAttention.read_huggingface(source)
-            if self.latent == "halves":
-                read["mla"] = replace(read["mla"], interleaved=False)
+            read |= self._read_latent(source)
             read["num_kv_heads"] = read["head_dim"] = None
         if self.experts is not None:
             read["moe"] = self._read_experts(source, read)
@@ -241,6 +244,15 @@ class ModelType:
         if "M" in letters or any(isinstance(kind.get("attention"), Mamba2) for kind in kinds):
             read["mamba"] = None if sizes is None else MambaConfig(**sizes)
         return {**read, "huggingface_type": self.name}
+
+    def _read_latent(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        kind = LatentAttention if self.indexer is None else SparseLatentAttention
+        read = kind.read_huggingface(source)
+        if self.latent == "halves":
+            read["mla"] = replace(read["mla"], interleaved=False)
+        if self.indexer == "neighbours":
+            read["mla"] = replace(read["mla"], index_interleaved=True)
+        return read
 
     def _read_experts(self, source: Mapping[str, Any], read: dict[str, Any]) -> MoEConfig | None:
         sizes = {**self.expert_constants, **read_table(self.expert_table, source)}
@@ -381,7 +393,7 @@ class ModelType:
     def _write_latent(self, config: TransformerConfig, variant: AttentionVariant) -> dict[str, Any]:
         """Sizes of latent attention, without names that DeepSeek's config has and others lack."""
         left = {"head_dim", "first_k_dense_replace", "num_nextn_predict_layers"}
-        if self.latent == "halves":
+        if self.latent == "halves" or self.indexer is not None:
             left.add("rope_interleave")
         sizes = variant.huggingface_fields(config)
         kept = {name: value for name, value in sizes.items() if name not in left}

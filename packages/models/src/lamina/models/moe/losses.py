@@ -19,6 +19,7 @@ from lamina.collectives import scatter_to
 from lamina.collectives.engine import all_reduce_small
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
+from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.compat import one_graph_break
 from lamina.models.invariance.expert_sums import sums_by_sequence
@@ -28,6 +29,12 @@ from lamina.models.invariance.row_functions import log_sum_exp
 from lamina.models.layers.zigzag import cut_sequence
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.routing import count_copies
+
+
+def adds_losses(config: TransformerConfig) -> bool:
+    """Whether a model has layers that add losses of their own."""
+    kinds = [layer.attention_variant for layer in config.distinct_layers]
+    return config.moe is not None or any(kind is not None and kind.adds_loss for kind in kinds)
 
 
 class AuxiliaryScale:

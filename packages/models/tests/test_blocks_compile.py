@@ -26,6 +26,7 @@ from lamina.models import (
     apply_recompute,
     generate,
 )
+from lamina.models.attention import SparseLatentAttention
 from lamina.models.layers.matmul_products import write_product
 
 LLAMA = TransformerConfig(
@@ -36,6 +37,10 @@ CONFIGS = {
                                post_norm=True, dropout=0.1, attention_bias=True),
     "latent": replace(LLAMA, num_kv_heads=None, mla=LatentAttention(
         kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
+    )),
+    "chosen keys": replace(LLAMA, num_kv_heads=None, mla=SparseLatentAttention(
+        kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+        top_k=5, index_heads=8, index_width=8, index_loss=0.0,
     )),
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from lamina.models import (
     huggingface_config,
     to_huggingface,
 )
-from lamina.models.attention import GatedAttention
+from lamina.models.attention import GatedAttention, SparseLatentAttention
 from lamina.models.attention.context import TokenCache
 from lamina.models.mamba import Mamba2, ShortConvolution
 from lamina_testing import device_type
@@ -37,6 +37,10 @@ CONFIG = TransformerConfig(
 LATENT = LatentAttention(
     kv_lora_rank=16, q_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
 )
+CHOSEN = SparseLatentAttention(
+    kv_lora_rank=16, q_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+    top_k=6, index_heads=8, index_width=8,
+)  # fmt: skip
 CONFIGS = {
     "grouped heads": CONFIG,
     "window": replace(CONFIG, sliding_window=5),
@@ -49,6 +53,7 @@ CONFIGS = {
     ),
     "gates": replace(CONFIG, attention=GatedAttention()),
     "latents": replace(CONFIG, num_kv_heads=None, mla=LATENT),
+    "chosen keys": replace(CONFIG, num_kv_heads=None, mla=CHOSEN),
     "latents, window": replace(CONFIG, num_kv_heads=None, mla=LATENT, sliding_window=5),
     "short convolutions": replace(
         CONFIG, layers=(LayerSpec(attention=ShortConvolution()), LayerSpec()) * 2, num_layers=4
@@ -89,7 +94,7 @@ def test_logits_with_a_cache_are_those_of_the_whole_sequence(name, prompt):
 @torch.no_grad()
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", ["grouped heads", "latents", "mamba", "experts"])
+@pytest.mark.parametrize("name", ["grouped heads", "latents", "chosen keys", "mamba", "experts"])
 def test_ranks_of_tp_write_what_one_process_writes(name, sequence_parallel, ranks):
     experts = {} if sequence_parallel or name != "experts" else {"expert_tp": 2}
     mesh = ParallelLayout(tp=2, **experts).build(device_type())

@@ -74,7 +74,7 @@ class GPTModel(KeepsRoles):
         check_same_seed(self.seed, axis_of(mesh, "tp"), axis_of(mesh, "pp"))
         self.cp = axis_of(mesh, "cp")
         self.expert_axes = ExpertAxes()
-        if adds_losses(config):
+        if config.moe is not None:
             self.expert_axes = ExpertAxes.of(mesh, sequence_parallel=config.sequence_parallel)
         self.auxiliary_scale = 1.0
         self.forward_numbers: ForwardNumbers | None = None
@@ -117,7 +117,9 @@ class GPTModel(KeepsRoles):
         self.embedding_norm = make_norm(config, partial=partial) if config.embedding_norm else None
         rate = config.dropout if config.embedding_dropout is None else config.embedding_dropout
         self.dropout = Dropout(rate, self.axis, sharded=partial)
-        if adds_losses(config) and axis is not None and self.expert_axes.tp is None:
+        if config.moe is None:  # other layers may add losses, from which padding is left out
+            self.expert_axes = ExpertAxes(tp=axis, cp=self.cp, replicated=not partial)
+        elif axis is not None and self.expert_axes.tp is None:
             # Experts are cut as the other weights are.
             self.expert_axes = ExpertAxes.of(axis, sequence_parallel=config.sequence_parallel)
         self.blocks = nn.ModuleList(

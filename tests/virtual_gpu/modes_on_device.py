@@ -34,6 +34,7 @@ from lamina.models import (
     apply_recompute,
     float8_weights,
 )
+from lamina.models.attention import SparseLatentAttention
 
 LLAMA = TransformerConfig(
     vocab_size=512, hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -44,6 +45,7 @@ PADDED = replace(MOE, capacity_factor=1.25, pad_to_capacity=True)
 LATENT = LatentAttention(
     kv_lora_rank=64, q_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64
 )
+CHOSEN = SparseLatentAttention(**vars(LATENT), top_k=64, index_heads=8, index_width=64)
 GPT2 = {"activation": "gelu_tanh", "norm": "layernorm", "positions": "learned"}
 IMAGE = 511
 
@@ -86,6 +88,7 @@ MODES = {
     # "varlen" asks the device for the longest document, which nothing computes.
     "documents": Mode({"attention_path": "sdpa"}, documents=True),
     "latent attention": Mode({"num_kv_heads": None, "mla": LATENT}),
+    "chosen keys": Mode({"num_kv_heads": None, "mla": CHOSEN}),
     "mamba": Mode({"layer_pattern": "M*-", "num_layers": 3, "mamba": MambaConfig(state_size=32)}),
     "experts": Mode({"moe": MOE}),
     "experts, padded": Mode({"moe": PADDED}),

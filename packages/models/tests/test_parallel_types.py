@@ -39,6 +39,7 @@ from lamina.models import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
+from lamina.models.attention import SparseLatentAttention
 from lamina.models.attention.context_parallel import Ring
 from lamina.models.moe.exchange import RowExchange
 
@@ -57,6 +58,10 @@ CUT = dataclasses.replace(SHAPE, sequence_parallel=True)
 MOE = MoEConfig(num_experts=8, top_k=2, shared_ffn_size=16, switch_loss=0.01, z_loss=0.001)
 MAMBA = {"layer_pattern": "M*", "mamba": MambaConfig(head_dim=8, state_size=8, groups=2)}
 BIASED = MoEConfig(num_experts=8, top_k=2, bias=True, router_bias=True)
+SPARSE = SparseLatentAttention(
+    kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
+    top_k=6, index_heads=3, index_width=8,
+)  # fmt: skip
 LOADS = MoEConfig(num_experts=8, top_k=2, scores="sigmoid", global_loss=0.01, sequence_loss=0.01)
 
 
@@ -99,6 +104,8 @@ MODELS = {
         variant(CUT, tie_embeddings=True, mtp=MultiTokenPrediction()),
         {"tp": 2, "pp": 2},
     ),
+    "chosen keys": (variant(SHAPE, mla=SPARSE, context_parallel="all_gather"), {"tp": 2, "cp": 2}),
+    "chosen keys, sequence": (variant(CUT, mla=SPARSE), {"tp": 2, "pp": 2}),
     "vision": (CUT, {"tp": 2, "cp": 2}),
 }
 
@@ -122,7 +129,7 @@ def types_of(name: str, world: int) -> dict[str, str]:
         return check_types(model, tokens, torch.randn(2, 3, 8, 8), labels, mesh=mesh)
 
 
-@pytest.mark.matrix(few=10)
+@pytest.mark.matrix(few=10, limit=60)
 @pytest.mark.parametrize("world", [8, 4096])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_fit(name, world):

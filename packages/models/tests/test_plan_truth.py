@@ -12,6 +12,7 @@ from lamina.collectives import Ledger
 from lamina.collectives.engine import kept_bytes
 from lamina.mesh import ParallelLayout
 from lamina.models import LayerSpec, MambaConfig, TransformerConfig
+from lamina.models.attention import SparseLatentAttention
 from lamina.models.mamba import GatedDeltaNet, Mamba1, Mamba2
 from lamina.models.plan import Job, fsdp2
 from lamina.models.plan.job import play, program
@@ -111,19 +112,24 @@ def test_two_hundred_plans_have_the_peak_and_bytes_of_their_steps(ranks, tens):
     assert sorted(errors)[-2] < NEAR, errors
 
 
-RECURRENT = {
+IN_THE_PLACE_OF_ATTENTION = {
     "Mamba-1": Mamba1(),
     "Mamba-2": Mamba2(),
     "delta nets": GatedDeltaNet(key_heads=2, value_heads=4, key_width=16, value_width=16),
-}
+    "chosen keys": SparseLatentAttention(
+        kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, top_k=16,
+        index_heads=4, index_width=32,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.ranks(1, 2, backend="gloo")
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("kind", list(RECURRENT))
-def test_recurrent_layers_are_planned_as_they_run(ranks, kind, recompute):
-    """Their scans save other tensors than attention, and Mamba-1's are computed again."""
-    layers = (LayerSpec(attention=RECURRENT[kind]), LayerSpec())
+@pytest.mark.parametrize("kind", list(IN_THE_PLACE_OF_ATTENTION))
+def test_other_mixers_of_tokens_are_planned_as_they_run(ranks, kind, recompute):
+    """They save other tensors than attention, and compute some of them again."""
+    own = {"num_kv_heads": None, "head_dim": None} if kind == "chosen keys" else {}
+    layers = (LayerSpec(attention=IN_THE_PLACE_OF_ATTENTION[kind], **own), LayerSpec())
     mamba = MambaConfig(state_size=16, head_dim=16, groups=2) if kind == "Mamba-2" else None
     job = replace(sampled(3, ranks.world_size), strategy=3, recompute=recompute)
     config = replace(job.config, num_layers=2, layers=layers, mamba=mamba)

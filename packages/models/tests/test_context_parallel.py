@@ -21,7 +21,7 @@ from lamina.models import (
     TransformerConfig,
     apply_recompute,
 )
-from lamina.models.attention import cut_sequence, join_sequence
+from lamina.models.attention import RopeScaling, cut_sequence, join_sequence
 from lamina.models.attention import pieced as pieces
 from lamina.models.attention.context_parallel import Ring, positions_of
 from lamina.models.attention.kernels import Flex, Varlen
@@ -42,6 +42,10 @@ CONFIGS = {
     "llama": LLAMA,
     "window": replace(LLAMA, sliding_window=5),
     "learned": replace(LLAMA, positions="learned", norm="layernorm", tie_embeddings=True),
+    "growing queries": replace(
+        LLAMA,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=6, query_beta=0.5),
+    ),
     "latent": replace(
         LLAMA,
         num_kv_heads=None,

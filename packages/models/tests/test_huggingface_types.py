@@ -48,6 +48,7 @@ SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scali
           "attention_multiplier": 0.2}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0,
         "mscale_all_dim": 0.7, "original_max_position_embeddings": 16}  # fmt: skip
+GROWING = {**YARN, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.4}
 LATENT = {"num_key_value_heads": 4, "rope_parameters": YARN}
 SPARSE_LATENT = {**LATENT, "mlp_layer_types": ["dense", "sparse"], "index_topk": 5,
                  "index_head_dim": 12, "index_n_heads": 3}  # fmt: skip
@@ -69,6 +70,8 @@ OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("granite", "granitemoe", "hyperclovax"), SCALED),
     **dict.fromkeys(("deepseek_v3",), LATENT),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE_LATENT),
+    "ministral3": {"sliding_window": 9, "rope_parameters": GROWING},
+    "mistral4": {"num_key_value_heads": 4, "head_dim": 16, "rope_parameters": GROWING},
     "qwen2_moe": {"mlp_only_layers": [0],
                   "shared_expert_intermediate_size": 20},
     "gemma2": {**TWO_KINDS, **CAPPED},
@@ -127,6 +130,7 @@ A_PART_EACH = {
     "smollm3": "no positions in some layers",
     "hy_v3": "dense and sparse layers, a router of sigmoids",
     "youtu": "latent attention",
+    "ministral3": "queries that grow with their position",
     "deepseek_v32": "an indexer that chooses the keys of latent attention",
     "qwen2_moe": "a gate of the shared expert",
     "gemma3_text": "norms around zero, scaled embeddings",
@@ -164,10 +168,18 @@ def tiny(kind: str) -> Any:
     return made(**{**sizes, **OWN.get(kind, {})})
 
 
+def made_by(kind: str, config: Any) -> Any:
+    """The model of a config, by its class: AutoModelForCausalLM does not know mistral4."""
+    known = known_types().get(kind)
+    auto = transformers.AutoModelForCausalLM
+    maker = getattr(transformers, known.architecture)._from_config if known else auto.from_config
+    return maker(config, dtype=torch.float32).eval()
+
+
 def live(kind: str) -> Any:
     """A model of a type, no parameter or buffer of which is all zeros or ones."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny(kind), dtype=torch.float32).eval()
+    model = made_by(kind, tiny(kind))
     biases = (b for name, b in model.named_buffers() if name.endswith("correction_bias"))
     with torch.no_grad():
         for tensor in (*model.parameters(), *biases):
@@ -210,7 +222,7 @@ def check_exact(kind: str, folder: Path) -> None:
     assert huggingface_config(config_from_huggingface(written)) == written
     config = transformers.AutoConfig.for_model(written.pop("model_type"), **written,
                                                pad_token_id=None)  # fmt: skip
-    again = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    again = made_by(kind, config)
     missing, unexpected = again.load_state_dict(to_huggingface(model, names="memory"), strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight", "output_projection.weight"}  # tied heads
@@ -292,6 +304,10 @@ def test_what_a_type_cannot_say_is_not_written():
     assert huggingface_config(replace(config, dropout=0.1, init_std=0.5, vocab_multiple=8))
     with pytest.raises(ValueError, match="huggingface_type is 'cohere9', which is not known"):
         huggingface_config(replace(config, huggingface_type="cohere9"))
+    growing = config_from_huggingface(tiny("ministral3").to_dict())
+    for kind in ("ministral", None):
+        with pytest.raises(ValueError, match=r"query_beta=0\.4, which no model of this type reads"):
+            huggingface_config(replace(growing, huggingface_type=kind))
 
 
 @pytest.mark.parametrize(
@@ -299,6 +315,8 @@ def test_what_a_type_cannot_say_is_not_written():
     [
         ("cohere", {"use_qk_norm": True}, "use_qk_norm=True, and only False"),
         ("olmo_hybrid", {"rope_parameters": {"rope_theta": None}}, "without positions"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "indexer_types is .*'shared'"),
+        ("llama", {"rope_parameters": GROWING}, "'llama_4_scaling_beta': 0.4}, which nothing"),
         ("olmo", {"clip_qkv": 8.0}, r"clip_qkv=8\.0, and only None"),
         ("arcee", {"hidden_act": "xielu"}, "hidden_act is 'xielu': known are gelu"),
         ("cwm", {"layer_types": ["chunked", "chunked"]}, "layer_types is .*'chunked'"),
@@ -490,7 +508,7 @@ def test_every_type_is_read_exactly_or_refused_in_words(tmp_path):
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     rows = []
-    for number, kind in enumerate(sorted({*NAMES, *FIRST})):
+    for number, kind in enumerate(sorted({*NAMES, *FIRST, *known_types()})):
         folder = tmp_path / str(number)
         folder.mkdir()
         rows.append(row_of(kind, folder))

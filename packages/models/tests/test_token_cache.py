@@ -25,7 +25,7 @@ from lamina.models import (
     huggingface_config,
     to_huggingface,
 )
-from lamina.models.attention import GatedAttention, SparseLatentAttention
+from lamina.models.attention import GatedAttention, RopeScaling, SparseLatentAttention
 from lamina.models.attention.context import TokenCache
 from lamina.models.mamba import Mamba2, ShortConvolution
 from lamina_testing import device_type
@@ -41,11 +41,13 @@ CHOSEN = SparseLatentAttention(
     kv_lora_rank=16, q_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
     top_k=6, index_heads=8, index_width=8,
 )  # fmt: skip
+GROWING = RopeScaling(kind="yarn", factor=4.0, original_length=6, query_beta=0.5)
 CONFIGS = {
     "grouped heads": CONFIG,
     "window": replace(CONFIG, sliding_window=5),
     "window of one": replace(CONFIG, sliding_window=1),
     "windows by layer": replace(CONFIG, layers=(LayerSpec(sliding_window=4),) * 2 + (LayerSpec(),)),
+    "growing queries": replace(CONFIG, rope_scaling=GROWING),
     "learned positions": replace(CONFIG, positions="learned"),
     "experts": replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2, ffn_size=16)),
     "scores": replace(

@@ -16,7 +16,7 @@ from lamina.models.attention.kernels import (
     document_runs,
     over_positions,
 )
-from lamina.models.attention.rotary import rotary_tables
+from lamina.models.attention.rotary import query_factors, rotary_tables
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.invariance.random_keys import TokenKeys
@@ -147,6 +147,8 @@ class AttentionContext:
         shape: sequences in the batch, and tokens of each sequence in the input of attention.
         pattern: computes attention, by a kernel and with the mask that it implies.
         rotary: cosines and sines from `rotary_tables`, or None without RoPE.
+        query_scale: factors of queries, `[sequence]` or `[batch, sequence]` like positions; None
+            leaves queries as they are.
         runs: int64 `[batch, sequence]`: each token's document, if the config has layers other than
             attention that need it; None without documents.
         routing: what the routers share, in a model with experts.
@@ -165,6 +167,7 @@ class AttentionContext:
     others: tuple[AttentionContext, ...] = ()
     cache: TokenCache | None = None
     token_keys: TokenKeys | None = None
+    query_scale: Tensor | None = None
 
     def of_layer(self, config: TransformerConfig) -> AttentionContext:
         """The context of a layer with this config.
@@ -229,13 +232,15 @@ class AttentionContext:
                 f"{tokens.shape[1]} tokens a row, and the TokenCache has {cache.length} before "
                 "them: after the first forward give it one token a row at a time"
             )
-        rotary = None
+        rotary = query_scale = None
         if positions is None and (cache is None or document_ids is not None):
             positions = default_positions(tokens, document_ids)
         if config.positions == "rope" and positions is not None:
-            rotary = rotary_tables(config, cut_sequence(positions, cp, dim=-1))
+            mine = cut_sequence(positions, cp, dim=-1)
+            rotary, query_scale = rotary_tables(config, mine), query_factors(config, mine)
         elif config.positions == "rope" and cache is not None:
             rotary = cache.rotary(config, tokens)
+            query_scale = query_factors(config, default_positions(tokens, start=cache.length))
         dropout = config.attention_dropout if training else 0.0
         pattern: AttentionPattern = Masked(None)  # a token that follows reads all that is kept
         if cache is None or cache.length == 0 or config.invariant:
@@ -269,4 +274,5 @@ class AttentionContext:
             config=config,
             others=tuple(others),
             cache=cache,
+            query_scale=query_scale,
         )

@@ -69,6 +69,15 @@ def rotary_tables(config: TransformerConfig, positions: Tensor) -> tuple[Tensor,
     return angles.cos() * magnitude, angles.sin() * magnitude
 
 
+def query_factors(config: TransformerConfig, positions: Tensor) -> Tensor | None:
+    """The factors of queries at integer positions, float32 like `positions`; None is 1."""
+    scaling = config.rope_scaling
+    if scaling is None or not scaling.query_beta:
+        return None
+    lengths = positions // scaling.original_length
+    return 1.0 + scaling.query_beta * torch.log1p(lengths.to(torch.float32))
+
+
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + width / 2) of every head by its position's angles.
 

@@ -162,7 +162,7 @@ def _read(
         fields = ConfigFields(source)
         config = TransformerConfig(**other.read(fields))
         if other.latent:
-            config = with_scale(config, LatentAttention, rope_of(fields))
+            config = with_scale(config, LatentAttention, other.rope_of(fields))
         derived = _derived(config, source)
         for name in (
             *other.layers,

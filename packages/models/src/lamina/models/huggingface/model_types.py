@@ -19,7 +19,7 @@ from lamina.models.base.config import AttentionVariant, LayerPart, LayerSpec, Tr
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.weight_link import WeightLink
-from lamina.models.huggingface.rope import read_rope, written_rope
+from lamina.models.huggingface.rope import read_rope, rope_of, written_rope
 from lamina.models.mamba.block import Mamba2
 
 REQUIRED: Any = object()
@@ -114,6 +114,7 @@ class ModelType:
             config; ours are all queries, all keys, all values.
         gated: whether its MLP has a gate.
         rope: whether `rope_parameters` are read.
+        scaled_queries: whether these say how queries grow with their position.
         latent: whether its attention is latent; "halves" if its RoPE turns elements half a head
             apart, whatever its config says.
         indexer: which elements RoPE turns in an indexer that chooses the keys of latent attention:
@@ -149,6 +150,7 @@ class ModelType:
     fused: Mapping[str, Callable[[TransformerConfig], Sequence[int]]] = field(default_factory=dict)
     gated: bool = True
     rope: bool = True
+    scaled_queries: bool = False
     latent: bool | Literal["halves"] = False
     indexer: Literal["halves", "neighbours"] | None = None
     experts: Mapping[str, Field | None] | None = None
@@ -226,12 +228,12 @@ class ModelType:
                     "models where they are equal are known here"
                 )
         if self.rope and not self.nested_rope:
-            read |= read_rope(source)
+            read |= read_rope(source, scaled_queries=self.scaled_queries)
         if read.get("positions") == "none":
             read |= _UNTURNED
         if self.latent:
             read |= self._read_latent(source)
-            read["num_kv_heads"] = read["head_dim"] = None
+            read |= {"num_kv_heads": None, "head_dim": None, "rotary_fraction": 1.0}
         if self.experts is not None:
             read["moe"] = self._read_experts(source, read)
         sizes = None if self.mamba is None else read_table(self.mamba, source)
@@ -343,9 +345,13 @@ class ModelType:
         variants = (layer.attention_variant for layer in config.distinct_layers)
         return next((each for each in variants if isinstance(each, kind)), None)
 
+    def rope_of(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """The `rope_parameters` of a model whose attention is latent."""
+        return rope_of(source, partial=True, scaled_queries=self.scaled_queries)
+
     def _rope_of_kind(self, source: Mapping[str, Any], kind: str) -> dict[str, Any]:
         rope = source["rope_parameters"]
-        return read_rope(source, rope.get(kind, rope))
+        return read_rope(source, rope.get(kind, rope), scaled_queries=self.scaled_queries)
 
     # ------------------------------------------------------------------ config to config.json
 
@@ -355,7 +361,7 @@ class ModelType:
         written |= {name: written[other] for name, other in self.equal.items()}
         written |= {**self.refused, **self.written}
         if self.rope and not self.nested_rope:
-            written["rope_parameters"] = written_rope(config)
+            written["rope_parameters"] = self._written_rope(config)
         if self.latent and config.attention_variant is not None:
             written |= self._write_latent(config, config.attention_variant)
         if self.experts is not None:
@@ -368,6 +374,9 @@ class ModelType:
             said = {w.name: w.write(getattr(sizes, ours)) for ours, w in self.mamba.items()}
             written |= {w: value for w, value in said.items() if value is not None}
         return written | self._write_layers(config, written)
+
+    def _written_rope(self, config: TransformerConfig) -> dict[str, Any]:
+        return written_rope(config, scaled_queries=self.scaled_queries)
 
     def _write_table(self, config: TransformerConfig) -> dict[str, Any]:
         """What the table says of fields of the config."""
@@ -429,8 +438,8 @@ class ModelType:
             written |= self._write_kinds(name, of_layers)
             if self.nested_rope and name == "layer_types":
                 # A kind that no layer has is written as the first layer's.
-                ropes = {kind: written_rope(config.of_layer(0)) for kind in kinds}
-                own = {k: written_rope(config.of_layer(at)) for at, k in enumerate(of_layers)}
+                ropes = {kind: self._written_rope(config.of_layer(0)) for kind in kinds}
+                own = {k: self._written_rope(config.of_layer(n)) for n, k in enumerate(of_layers)}
                 written["rope_parameters"] = ropes | own
         return written
 

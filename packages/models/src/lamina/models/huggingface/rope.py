@@ -9,8 +9,8 @@ from lamina.models.base.config import AttentionVariant, TransformerConfig
 from lamina.models.base.configs.rope import RopeScaling, yarn_magnitude
 
 
-def written_rope(config: TransformerConfig) -> dict[str, Any]:
-    """The `rope_parameters` of a config."""
+def written_rope(config: TransformerConfig, *, scaled_queries: bool = False) -> dict[str, Any]:
+    """The `rope_parameters` of a config; ValueError for what the type's model does not read."""
     scaling = config.rope_scaling
     written: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rotary_fraction != 1.0:
@@ -25,6 +25,13 @@ def written_rope(config: TransformerConfig) -> dict[str, Any]:
     if scaling.kind == "yarn":
         written["attention_factor"] = scaling.magnitude
         written |= {} if scaling.truncate else {"truncate": False}
+        if scaled_queries:
+            written[_QUERY_BETA] = scaling.query_beta
+        elif scaling.query_beta:
+            raise ValueError(
+                f"rope_scaling has query_beta={scaling.query_beta}, which no model of this type "
+                "reads: name a type that does as huggingface_type (ministral3, mistral4)"
+            )
         variant = config.attention_variant
         if config.attention_scale is not None and variant and variant.yarn_scales_scores:
             # DeepSeek folds a factor into the softmax scale: solve for what it is written as.
@@ -33,12 +40,14 @@ def written_rope(config: TransformerConfig) -> dict[str, Any]:
     return written
 
 
-def read_rope(source: Mapping[str, Any], said: Any = None) -> dict[str, Any]:
+def read_rope(
+    source: Mapping[str, Any], said: Any = None, *, scaled_queries: bool = False
+) -> dict[str, Any]:
     """The fields of `TransformerConfig` that say how heads are turned.
 
     `said` are the `rope_parameters`, if they are not those of the whole model.
     """
-    rope = rope_of(source, said, partial=True)
+    rope = rope_of(source, said, partial=True, scaled_queries=scaled_queries)
     fraction = rope.get("partial_rotary_factor") or source.get("partial_rotary_factor", 1.0)
     return {
         "rope_theta": float(rope["rope_theta"]),
@@ -48,9 +57,16 @@ def read_rope(source: Mapping[str, Any], said: Any = None) -> dict[str, Any]:
 
 
 def rope_of(
-    source: Mapping[str, Any], said: Any = None, *, partial: bool = False
+    source: Mapping[str, Any],
+    said: Any = None,
+    *,
+    partial: bool = False,
+    scaled_queries: bool = False,
 ) -> dict[str, Any]:
-    """`rope_parameters`, or what older files have in its place; `partial` allows a fraction."""
+    """`rope_parameters`, or what older files have in its place.
+
+    `partial` allows a fraction, and `scaled_queries` what `RopeScaling.query_beta` is read from.
+    """
     rope = dict(said or source.get("rope_parameters") or source.get("rope_scaling") or {})
     rope.setdefault("rope_theta", source.get("rope_theta", 10_000.0))
     rope.setdefault("rope_type", rope.pop("type", "default"))
@@ -59,7 +75,8 @@ def rope_of(
             "rope_parameters has rope_theta=None, a model without positions: only types whose "
             "layers say that they have none are known here"
         )
-    unknown = {name: value for name, value in rope.items() if name not in _ROPE}
+    known = _ROPE | ({_QUERY_BETA, "max_position_embeddings"} if scaled_queries else set())
+    unknown = {name: value for name, value in rope.items() if name not in known}
     whole = rope.get("partial_rotary_factor") in (None, 1.0)
     if unknown or not (partial or whole):
         raise ValueError(
@@ -70,6 +87,7 @@ def rope_of(
     return rope
 
 
+_QUERY_BETA = "llama_4_scaling_beta"
 _SCALING = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
 _ROPE = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "finetuned"),
@@ -90,6 +108,8 @@ def read_scaling(rope: Mapping[str, Any], source: Mapping[str, Any]) -> RopeScal
     if kind != "linear":
         length = source.get(original) or rope.get(original) or source["max_position_embeddings"]
         scaling["original_length"] = length
+    if rope.get(_QUERY_BETA):
+        scaling["query_beta"] = rope[_QUERY_BETA]
     return RopeScaling(
         kind=kind, factor=rope["factor"], attention_factor=_read_magnitude(rope), **scaling
     )

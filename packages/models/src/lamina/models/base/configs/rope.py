@@ -20,7 +20,7 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 _OF_SCALING = {
     "llama3": ["low_freq_factor", "high_freq_factor"],
-    "yarn": ["beta_fast", "beta_slow", "attention_factor", "truncate"],
+    "yarn": ["beta_fast", "beta_slow", "attention_factor", "truncate", "query_beta"],
 }
 
 
@@ -41,6 +41,8 @@ class RopeScaling:
         beta_slow: `yarn`: pairs that turn at most this often are stretched by `factor`.
         attention_factor: `yarn`: multiplies cosines and sines; `0.1 * ln(factor) + 1` if None.
         truncate: `yarn`: round the first and the last interpolated pair to whole numbers.
+        query_beta: `yarn`: queries grow with their position p, by the factor
+            `1 + query_beta * ln(1 + floor(p / original_length))` (Ministral 3, 2025).
 
     Examples:
         >>> scaling = RopeScaling(kind="yarn", factor=4.0, original_length=32768)
@@ -55,6 +57,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    query_beta: float = 0.0
 
     def __post_init__(self) -> None:
         require_choices(self, RopeScaling)

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lamina.ddp import full_gradients
+from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout
 from lamina.models import (
     GPTModel,
@@ -19,6 +21,7 @@ from lamina.models import (
 )
 from lamina.models.attention import (
     AttentionContext,
+    RopeScaling,
     SparseLatentAttention,
     apply_rotary,
     sparse_attention,
@@ -36,10 +39,12 @@ CONFIG = TransformerConfig(
     vocab_size=62, hidden_size=16, num_layers=2, num_heads=4, ffn_size=24, init_std=0.3,
     mla=SPARSE, context_parallel="all_gather",
 )  # fmt: skip
+GROWING = RopeScaling(kind="yarn", factor=2.0, original_length=3, query_beta=0.6)
 KINDS = {
-    "latents of queries": SPARSE,
-    "queries from tokens": replace(SPARSE, q_lora_rank=None),
-    "all keys": replace(SPARSE, top_k=99),
+    "latents of queries": (SPARSE, {}),
+    "queries from tokens": (replace(SPARSE, q_lora_rank=None), {}),
+    "all keys": (replace(SPARSE, top_k=99), {}),
+    "growing queries": (SPARSE, {"rope_scaling": GROWING}),
 }
 
 
@@ -60,11 +65,12 @@ def normed(x, norm):
     return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
 
 
-def written_out(module, sizes, x, document, turn):
+def written_out(module, sizes, x, document, turn, beta):
     """Attention's result `[tokens, hidden]` for one row, and the indexer's divergence."""
     latent = x if sizes.q_lora_rank is None else normed(x @ module.query_down.weight.T,
                                                         module.query_norm)  # fmt: skip
     index, tokens = module.indexer, len(x)
+    positions = [int((document[:t] == document[t]).sum()) for t in range(tokens)]
     seen, seen_latent = x.detach(), latent.detach()
     index_query = turn((seen_latent @ index.query.weight.T).view(tokens, 5, 7))
     index_key = F.layer_norm(seen @ index.key.weight.T, (7,), index.key_norm.weight,
@@ -78,6 +84,7 @@ def written_out(module, sizes, x, document, turn):
     key = torch.cat((kv[..., :6], turn(shared[:, None]).expand(-1, 4, -1)), dim=-1)
     rows, divergences = [], []
     for t in range(tokens):
+        grown = (1.0 + beta * torch.tensor(positions[t] // 3).float().log1p()).double()
         before = [s for s in range(t + 1) if document[s] == document[t]]
         scores = torch.stack([
             sum(weights[t, h] * (index_query[t, h] @ index_key[s]).clamp(min=0) for h in range(5))
@@ -89,7 +96,7 @@ def written_out(module, sizes, x, document, turn):
             assert ordered.values[sizes.top_k - 1] - ordered.values[sizes.top_k] > 1e-6
         heads, target = [], 0.0
         for h in range(4):
-            logits = torch.stack([query[t, h] @ key[before[i], h] for i in best]) / 10**0.5
+            logits = torch.stack([query[t, h] @ key[before[i], h] for i in best]) * grown / 10**0.5
             probabilities = logits.softmax(dim=0)
             heads.append(probabilities @ torch.stack([kv[before[i], h, 6:] for i in best]))
             target = target + probabilities.detach() / 4
@@ -102,8 +109,8 @@ def written_out(module, sizes, x, document, turn):
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_attention_and_the_loss_are_what_the_paper_says(kind, at_once, monkeypatch):
     monkeypatch.setattr(sparse_attention, "_SCORES_AT_ONCE", at_once)
-    sizes = KINDS[kind]
-    config, module = module_of(sizes)
+    sizes, changes = KINDS[kind]
+    config, module = module_of(sizes, **changes)
     x = torch.randn(2, 12, 16, dtype=torch.float64, requires_grad=True)
     context = AttentionContext.build(config, x, x.dtype, document_ids=DOCUMENTS)
     cos, sin = context.rotary
@@ -112,7 +119,9 @@ def test_attention_and_the_loss_are_what_the_paper_says(kind, at_once, monkeypat
     for row in range(2):
         table = (cos[row], sin[row]) if cos.ndim == 3 else (cos, sin)
         turn = functools.partial(turned, table=table)
-        mixed, divergence = written_out(module, sizes, x[row], DOCUMENTS[row], turn)
+        mixed, divergence = written_out(
+            module, sizes, x[row], DOCUMENTS[row], turn, 0.6 if changes else 0.0
+        )
         made.append(mixed)
         divergences.append(divergence)
     wanted, divergence = torch.stack(made), torch.stack(divergences).mean()
@@ -198,6 +207,25 @@ def test_a_step_over_tp_is_that_of_one_process(sequence_parallel, ranks):
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_sequence_cut_over_ranks_trains_like_a_whole_one(documents, ranks):
     train_alike(CONFIG, ParallelLayout(cp=2), documents=documents)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@pytest.mark.parametrize("index_loss", [0.0, 0.3])
+def test_a_sharded_model_has_the_gradients_of_one_process(strategy, index_loss, ranks):
+    config = replace(CONFIG, mla=replace(SPARSE, index_loss=index_loss))
+    whole, model = (GPTModel(config, seed=1).double() for _ in range(2))
+    apply_recompute(model, "full")
+    tokens, labels = TEXT[:, :-1].to(device_type()), TEXT[:, 1:].to(device_type())
+    for row in range(2):
+        (whole(tokens[row, None], labels[row, None]) / 2).backward()
+    wrapped = fully_shard(model, zero_dp_strategy=strategy)
+    mine = slice(ranks.rank, ranks.rank + 1)
+    wrapped(tokens[mine], labels[mine]).backward()
+    gradients = full_gradients(wrapped)
+    for name, parameter in whole.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-11)
 
 
 @pytest.mark.ranks(2)

@@ -65,8 +65,7 @@ class AttentionCore(nn.Module):
         """
         if rotary is not None:
             query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
-        if context.query_scale is not None:
-            query = query * context.query_scale[..., None, None].to(query.dtype)
+        query = context.scaled(query)
         if context.cache is not None:
             key, value = context.cache.extended((key, value), self.window)
         rate = self.rate if self.training else 0.0

@@ -196,6 +196,12 @@ class AttentionContext:
                 )
         return self
 
+    def scaled(self, query: Tensor) -> Tensor:
+        """Queries `[batch, sequence, heads, width]` times `query_scale`, if there is one."""
+        if self.query_scale is None:
+            return query
+        return query * self.query_scale[..., None, None].to(query.dtype)
+
     @staticmethod
     def build(
         config: TransformerConfig,

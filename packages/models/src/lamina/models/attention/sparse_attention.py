@@ -271,7 +271,8 @@ class SparseLatentSelfAttention(LatentSelfAttention):
         if not learns:
             return mixed
         key = _of_whole_sequence(key.detach(), cp, "split")
-        return self._teach(mixed, index, chosen, allowed, query.detach(), key, context)
+        query = context.scaled(query.detach())
+        return self._teach(mixed, index, chosen, allowed, query, key, context)
 
     def _allowed(self, index: _Index, context: AttentionContext, cp: MeshAxis | None) -> Tensor:
         """The keys that are before each query: bool `[batch or 1, queries, keys]`."""

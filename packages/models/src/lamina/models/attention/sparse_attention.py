@@ -33,8 +33,8 @@ from lamina.models.layers.norms import LayerNorm
 from lamina.models.layers.zigzag import cut_sequence, in_order
 from lamina.models.moe.losses import RoutingContext, inject
 
-_SCORES_AT_ONCE = 1 << 25
-"""Scores of single heads that there is memory for at a time (128 MiB in float32)."""
+_SCORES_AT_ONCE = 1 << 27
+"""Scores of single heads that there is memory for at a time (512 MiB in float32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,16 +156,24 @@ class _Index(NamedTuple):
     key: Tensor
     weights: Tensor
 
-    def rows(self, rows: slice) -> "_Index":
-        """Some of the queries, and all keys."""
-        return _Index(self.query[:, rows], self.key, self.weights[:, rows])
+    def pieces(self) -> "list[_Index]":
+        """Some of the queries at a time, and all keys."""
+        rows = _rows_at_once(self.query, self.key)
+        parts = zip(*(torch.split(x, rows, 1) for x in (self.query, self.weights)), strict=True)
+        return [_Index(query, self.key, weights) for query, weights in parts]
 
     def scores(self) -> Tensor:
-        """The score of each pair, in float32 or wider: `[batch, queries, keys]`."""
+        """The score of each pair, in float32 or wider: `[batch, queries, keys]`.
+
+        Products of queries and keys are in their dtype, and the sum over heads is in the wide one.
+        """
         wide = torch.promote_types(self.query.dtype, torch.float32)
-        query, key, weights = (each.to(wide) for each in self)
-        of_heads = (query @ key.unsqueeze(1).mT).relu()
-        return (weights.unsqueeze(-2) @ of_heads).squeeze(-2)
+        # One product for all queries and heads: with a dimension for queries, torch would copy the
+        # keys for each of them.
+        of_heads = self.query.flatten(1, 2) @ self.key.mT
+        of_heads = of_heads.view(*self.query.shape[:3], -1).relu().to(wide)
+        total: Tensor = self.weights.to(wide).unsqueeze(-2) @ of_heads
+        return total.squeeze(-2)
 
 
 class TokenIndexer(nn.Module):
@@ -263,8 +271,9 @@ class SparseLatentSelfAttention(LatentSelfAttention):
             return self.attend(query, key, value, context)
         allowed = self._allowed(index, context, cp)
         chosen = _best_keys(index, allowed, self.top_k)
+        valid = allowed.expand(len(chosen), -1, -1).gather(-1, chosen.long())
         if chooses:
-            narrowed: AttentionPattern = Masked(_mask(chosen, allowed))
+            narrowed: AttentionPattern = Masked(_mask(chosen, valid, allowed.shape[-1]))
             narrowed = narrowed if cp is None else GatheredKeys(cp, narrowed)
             context = replace(context, pattern=narrowed)
         mixed = self.attend(query, key, value, context)
@@ -272,7 +281,7 @@ class SparseLatentSelfAttention(LatentSelfAttention):
             return mixed
         key = _of_whole_sequence(key.detach(), cp, "split")
         query = context.scaled(query.detach())
-        return self._teach(mixed, index, chosen, allowed, query, key, context)
+        return self._teach(mixed, index, chosen, valid, query, key, context)
 
     def _allowed(self, index: _Index, context: AttentionContext, cp: MeshAxis | None) -> Tensor:
         """The keys that are before each query: bool `[batch or 1, queries, keys]`."""
@@ -291,28 +300,25 @@ class SparseLatentSelfAttention(LatentSelfAttention):
         mixed: Tensor,
         index: _Index,
         chosen: Tensor,
-        allowed: Tensor,
+        valid: Tensor,
         query: Tensor,
         key: Tensor,
         context: AttentionContext,
     ) -> Tensor:
         """Attention's result, with the indexer's loss upon it."""
         routing = context.routing or RoutingContext()
-        valid = allowed.expand(len(chosen), -1, -1).gather(-1, chosen.long())
-        pieces = _pieces(index, query.shape[2])
-        attended = [
-            _attended(query[:, rows], key, chosen[:, rows], valid[:, rows], self.core.scale)
-            for rows in pieces
-        ]
-        target = torch.cat(attended, dim=1)
+        target = _attended(query, key, chosen, valid, self.core.scale)
         if self.axis is not None:
             target = reduce_from(target, self.axis.group)
         target = target / self.config.num_heads
         divergences = []
-        for rows in pieces:
-            operands = *index.rows(rows), chosen[:, rows], valid[:, rows], target[:, rows]
+        rows = _rows_at_once(index.query, index.key)
+        beside = (torch.split(each, rows, 1) for each in (chosen, valid, target))
+        for piece, *others in zip(index.pieces(), *beside, strict=True):
             # Backward scores the pairs again: those of all heads would be the largest tensor.
-            made = checkpoint(_divergence, *operands, use_reentrant=False, preserve_rng_state=False)
+            made = checkpoint(
+                _divergence, *piece, *others, use_reentrant=False, preserve_rng_state=False
+            )
             divergences.append(made)
         divergence = torch.cat(divergences, dim=1)
         if routing.padding is not None:
@@ -335,18 +341,16 @@ def _of_whole_sequence(
     return in_order(gather_from(key, cp.group, dim=1, grad=grad), cp.size)
 
 
-def _mask(chosen: Tensor, allowed: Tensor) -> Tensor:
+def _mask(chosen: Tensor, valid: Tensor, keys: int) -> Tensor:
     """What is both chosen and allowed, as early queries have fewer keys: `[batch, 1, q, keys]`."""
-    mask = torch.zeros(*chosen.shape[:2], allowed.shape[-1], dtype=torch.bool, device=chosen.device)
-    return (mask.scatter(-1, chosen.long(), True) & allowed).unsqueeze(1)
+    mask = torch.zeros(*chosen.shape[:2], keys, dtype=torch.bool, device=chosen.device)
+    return mask.scatter(-1, chosen.long(), valid).unsqueeze(1)
 
 
-def _pieces(index: _Index, heads: int) -> list[slice]:
-    """Runs of queries whose scores are computed at a time, also those of attention's heads."""
-    batch, queries, index_heads = index.weights.shape
-    of_query = batch * max(heads, index_heads) * index.key.shape[1]
-    step = max(1, _SCORES_AT_ONCE // of_query)
-    return [slice(start, start + step) for start in range(0, queries, step)]
+def _rows_at_once(query: Tensor, key: Tensor) -> int:
+    """Queries `[batch, queries, heads, width]` whose scores are computed at a time."""
+    batch, _, heads = query.shape[:3]
+    return max(1, _SCORES_AT_ONCE // (batch * heads * key.shape[1]))
 
 
 @torch.no_grad()
@@ -356,22 +360,30 @@ def _best_keys(index: _Index, allowed: Tensor, top_k: int) -> Tensor:
     Where fewer are allowed, the rest are keys that are not.
     """
     best, number = [], min(top_k, index.key.shape[1])
+    parts = torch.split(allowed, _rows_at_once(index.query, index.key), dim=1)
     with without_autocast(index.key.device):
-        for rows in _pieces(index, 1):
-            scores = index.rows(rows).scores().masked_fill(~allowed[:, rows], -torch.inf)
+        for piece, before in zip(index.pieces(), parts, strict=True):
+            scores = piece.scores().masked_fill(~before, -torch.inf)
             best.append(scores.topk(number, dim=-1).indices.to(torch.int32))
     return torch.cat(best, dim=1)
 
 
 @torch.no_grad()
 def _attended(query: Tensor, key: Tensor, chosen: Tensor, valid: Tensor, scale: float) -> Tensor:
-    """Sum attention's weights of the chosen keys over these heads: `[batch, queries, top_k]`."""
-    wide = torch.promote_types(query.dtype, torch.float32)
+    """Sum attention's weights of the chosen keys over heads: `[batch, queries, top_k]`.
+
+    Queries and keys are `[batch, tokens, heads, width]`. The softmax is in float32 or wider.
+    """
+    wide, rows = torch.promote_types(query.dtype, torch.float32), _rows_at_once(query, key)
+    parts = (torch.split(each, rows, 1) for each in (query, chosen, valid))
+    keys, sums = key.permute(0, 2, 3, 1), []
     with without_autocast(query.device):
-        scores = torch.einsum("bqhw,bkhw->bhqk", query.to(wide), key.to(wide)) * scale
-    at = chosen.long().unsqueeze(1).expand(-1, scores.shape[1], -1, -1)
-    scores = scores.gather(-1, at).masked_fill(~valid.unsqueeze(1), -torch.inf)
-    return scores.softmax(dim=-1).sum(dim=1)
+        for some, places, there in zip(*parts, strict=True):
+            mask = _mask(places, there, key.shape[1])
+            scores = (some.transpose(1, 2) @ keys).mul_(scale).masked_fill_(~mask, -torch.inf)
+            weights = scores.softmax(dim=-1, dtype=wide).sum(dim=1)
+            sums.append(weights.gather(-1, places.long()).masked_fill_(~there, 0.0))
+    return torch.cat(sums, dim=1)
 
 
 def _divergence(

@@ -87,21 +87,23 @@ def _written(*_: object, out: Tensor) -> Tensor:
 
 def _has_kernel(device_type: str, options: dict[str, Any]) -> bool:
     """Whether the device has a kernel that keeps no scores; on CPUs it takes no dropout."""
-    if options.get("attn_mask") is not None:
-        return False
-    return device_type == "cuda" or not options.get("dropout_p")
+    if device_type == "cuda":
+        return True
+    return options.get("attn_mask") is None and not options.get("dropout_p")
 
 
 def _attended(
     device_type: str, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
     causal, scale = options.get("is_causal", False), options.get("scale")
-    dropout = options.get("dropout_p", 0.0)
+    dropout, mask = options.get("dropout_p", 0.0), options.get("attn_mask")
     ops: Any = torch.ops.aten
-    if device_type == "cuda" and query.dtype not in (torch.float16, torch.bfloat16):
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if device_type == "cuda" and (mask is not None or not half):
         efficient = ops._scaled_dot_product_efficient_attention
         wanted = query.requires_grad or key.requires_grad or value.requires_grad
-        mixed: Tensor = efficient(query, key, value, None, wanted, dropout, causal, scale=scale)[0]
+        bias = None if mask is None else _added(mask, query, key)
+        mixed: Tensor = efficient(query, key, value, bias, wanted, dropout, causal, scale=scale)[0]
         return mixed
     # The operators want values as wide as keys, which those of latent attention are not.
     own = value.shape[-1]
@@ -113,6 +115,13 @@ def _attended(
         flash = ops._scaled_dot_product_flash_attention
         result = flash(query, key, value, dropout, causal, scale=scale)[0]
     return result if own == query.shape[-1] else result[..., :own]
+
+
+def _added(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """What a kernel adds to the scores for a mask of bools: a number in their dtype for each."""
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    bias = torch.where(mask.logical_not(), -torch.inf, zero)
+    return bias.expand(*query.shape[:3], key.shape[2])
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import random
 import re
-from collections import namedtuple
+from collections import Counter, namedtuple
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -27,11 +29,11 @@ from lamina.models import (
 )
 from lamina.models.layers.matmul_products import write_product
 from lamina.models.mamba import GatedDeltaNet, Mamba1
-from lamina.models.plan import Call, Job, StepRecorder, machine, plan, search, standstill
+from lamina.models.plan import Call, Job, StepRecorder, job_plan, machine, plan, search, standstill
 from lamina.models.plan.clock import message_seconds, replay
 from lamina.models.plan.command import _parser, layout_of, main
 from lamina.models.plan.constants import Costs, workspaces_of
-from lamina.models.plan.job import play
+from lamina.models.plan.job import layer_specs, longest_run, play
 from lamina.models.plan.job_plan import peak_at
 from lamina.models.plan.pipeline_clock import pipeline_order, simulate
 from lamina.models.plan.preflight import complaints, switched_off, waits_of, wrong_types
@@ -310,15 +312,67 @@ def test_deep_models_follow_the_line_of_shallow_ones():
     assert planned.worst.sent == dict(whole.record.wire_bytes())
 
 
+LOCAL, WHOLE = LayerSpec(sliding_window=16), LayerSpec()
+HYBRID = MambaConfig(state_size=16, head_dim=16, groups=2)
+REPEATED = {
+    "windows by layer": {"num_layers": 38, "layers": (WHOLE, *(LOCAL, LOCAL, WHOLE) * 12, LOCAL)},
+    "a pattern": {"layer_pattern": "MM*-" * 8, "num_layers": 32, "mamba": HYBRID},
+    "dense layers first": {
+        "moe": MoEConfig(num_experts=4, top_k=2, ffn_size=32),
+        "layers": (LayerSpec(moe=None),) * 3 + (LayerSpec(),) * 20,
+        "num_layers": 23,
+    },
+    "experts in every second layer": {
+        "moe": MoEConfig(num_experts=4, top_k=2, ffn_size=32, first_dense=1, every=2),
+        "num_layers": 23,
+    },
+}
+
+
+@pytest.mark.parametrize("name", list(REPEATED))
+def test_deep_models_of_layers_that_repeat_follow_the_line_of_few_periods(name):
+    job = replace(JOB, config=replace(CONFIG, **REPEATED[name]))
+    played = []
+    with mock.patch.object(job_plan, "play", lambda *args: played.append(args[0]) or play(*args)):
+        stage = plan(job).worst
+    assert sum(each.config.num_layers for each in played) < job.config.num_layers
+    whole = play(job)
+    assert stage.extrapolated
+    assert stage.parameters == whole.parameters
+    memory = stage.allocated - stage.memory["workspaces"]
+    assert memory == pytest.approx(sum(whole.record.peak().values()), rel=2e-3)
+    seconds = replay(whole.record, machine("h100-80gb"))
+    assert stage.forward == pytest.approx(seconds.forward, rel=0.01)
+    assert stage.backward == pytest.approx(seconds.backward, rel=0.01)
+    assert stage.sent == pytest.approx(dict(whole.record.wire_bytes()), rel=1e-3)
+
+
+def test_the_longest_run_is_the_one_of_all_runs_that_repeats_most():
+    generator = random.Random(0)
+    for _ in range(300):
+        kinds = generator.choices("ab", k=generator.randrange(14))
+        end, period, times = longest_run(kinds)
+        run = kinds[end - period * times : end]
+        assert times == 0 or run == run[:period] * times
+        repeated = [
+            size * (number - 1)
+            for size in range(1, len(kinds) // 3 + 1)
+            for number in range(1, len(kinds) // size + 1)
+            for start in range(len(kinds) - size * number + 1)
+            if kinds[start : start + size * number] == kinds[start : start + size] * number
+        ]
+        assert period * max(times - 1, 0) == max(repeated, default=0)
+
+
 SLOW = pytest.mark.slow
 DENSE_FIRST = MoEConfig(num_experts=8, top_k=2, ffn_size=32, first_dense=3)
 
 
-def pipeline_job(layers: int, schedule: str, passes: int, **changes: object) -> Job:
+def pipeline_job(number: int, schedule: str, passes: int, **changes: object) -> Job:
     """A job on two stages, with changes of the model or of the job."""
     of_job = {name: changes.pop(name) for name in ("sequence", "recompute") if name in changes}
     return replace(
-        JOB, config=replace(CONFIG, num_layers=layers, **changes), ranks=4, schedule=schedule,
+        JOB, config=replace(CONFIG, num_layers=number, **changes), ranks=4, schedule=schedule,
         layout=ParallelLayout(pp=2, dp_shard=-1), batch=passes, microbatches=passes, **of_job,
     )  # fmt: skip
 
@@ -358,21 +412,29 @@ def test_a_stage_has_no_weights_of_another_one():
         assert resting["temporaries"] < 4 * 64 * 128
 
 
+def kinds_of(job):
+    """How many layers of each kind each stage of the first rank has."""
+    specs, layers = layer_specs(job.config), job.stage_layers
+    kinds = list(dict.fromkeys(specs))
+    counts = [Counter(specs[at] for at in layers[stage]) for stage in job.stages_of(0)]
+    return [[count[kind] for kind in kinds] for count in counts]
+
+
 @pytest.mark.parametrize(
     "job",
     [
         pipeline_job(20, "zbv_zero_bubble", 40),
         pipeline_job(20, "1f1b", 14, moe=DENSE_FIRST),
+        pipeline_job(24, "1f1b", 14, layers=(WHOLE, *(LOCAL, LOCAL, WHOLE) * 7, LOCAL, WHOLE)),
+        pipeline_job(28, "1f1b", 14, moe=replace(DENSE_FIRST, every=2)),
         replace(JOB, config=replace(CONFIG, num_layers=20, moe=DENSE_FIRST)),
     ],
-    ids=["uneven stages", "dense first", "without a pipeline"],
+    ids=["uneven stages", "dense first", "windows by layer", "every second", "without a pipeline"],
 )
 def test_a_job_is_on_the_line_of_its_shallow_ones(job):
     """Of layers of each kind in each of a rank's stages: the straight line leads to the job."""
     first, second, third = job.shallow(0, least=2)
-    kinds = [[each.layer_kinds[stage] for stage in job.stages_of(0)] for each in (first, second)]
-    low, high = (torch.tensor(kind) for kind in kinds)
-    there = torch.tensor([job.layer_kinds[stage] for stage in job.stages_of(0)])
+    low, high, there = (torch.tensor(kinds_of(each)) for each in (first, second, job))
     steps = (there - low).sum() / (high - low).sum()
     torch.testing.assert_close(low + steps * (high - low), there.float())
     assert third.config.num_layers < job.config.num_layers

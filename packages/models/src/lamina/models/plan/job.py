@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from lamina.ddp.engine import HasGroups, groups_of
 from lamina.mesh import ParallelLayout, ParallelMesh, init_distributed
 from lamina.models.activation_memory.recompute import Kind, RecomputePolicy, apply_recompute
 from lamina.models.base.computing_device import computes_on
-from lamina.models.base.config import TransformerConfig
+from lamina.models.base.config import LayerSpec, TransformerConfig
 from lamina.models.base.configs.product_precision import Precision
 from lamina.models.compat import FakeTensorMode, forget_specs, specs_found_in
 from lamina.models.decoder.gpt import GPTModel
@@ -172,56 +173,98 @@ class Job:
         return (0,) if pp == 1 else schedule_kind(self.schedule).stages_of(rank, pp, len(sizes))
 
     @property
-    def layer_kinds(self) -> list[tuple[int, int]]:
-        """Of each stage the layers that are dense before experts begin, and all others."""
-        dense = 0 if self.config.moe is None else self.config.moe.first_dense
-        kinds = []
-        for size in self.stage_sizes:
-            own = min(size, dense)
-            kinds.append((own, size - own))
-            dense -= own
-        return kinds
+    def stage_layers(self) -> list[tuple[int, ...]]:
+        """The layers of each stage, by their numbers in the model."""
+        ends = [0, *accumulate(self.stage_sizes)]
+        return [tuple(range(start, end)) for start, end in pairwise(ends)]
 
     def with_one_layer(self) -> Job:
         """The same with one layer of a kind in each stage."""
-        return self._with([(min(dense, 1), min(other, 1)) for dense, other in self.layer_kinds])
+        specs = layer_specs(self.config)
+        return self._with([_one_of_each(specs, layers) for layers in self.stage_layers])
 
     def shallow(self, rank: int, least: int) -> list[Job]:
         """Three jobs with few layers, each with one more than the one before in each deep stage.
 
-        A pipeline rank's deep stages lack as many layers each, all of the kind that a stage has
-        most of, so the job itself is on the line of the three. Stages of other ranks have one layer
-        of a kind. The shallowest stage has `least` layers of its kind. Empty if no stage is deep.
+        What a deep stage lacks are layers that are alike, or whole periods of layers whose kinds
+        repeat. A pipeline rank's deep stages lack as many each, so the job itself is on the line of
+        the three. Stages of other ranks have one layer of a kind. The shallowest stage has `least`
+        layers that are alike, or one period. Empty if no stage is deep.
         """
-        kinds, few = self.layer_kinds, self.with_one_layer().layer_kinds
-        deep = [stage for stage in self.stages_of(rank) if max(kinds[stage]) > least + 2]
-        if not deep:
+        specs, layers = layer_specs(self.config), self.stage_layers
+        runs = {
+            stage: longest_run([specs[at] for at in layers[stage]])
+            for stage in self.stages_of(rank)
+        }
+        kept = {stage: least if run.period == 1 else 1 for stage, run in runs.items()}
+        missing = [run.times - kept[s] for s, run in runs.items() if run.times > kept[s] + 2]
+        if not missing:
             return []
-        for stage in self.stages_of(rank):
-            few[stage] = kinds[stage]
-        missing = min(max(kinds[stage]) for stage in deep) - least
         jobs = []
-        for fewer in range(missing, missing - 3, -1):
-            for stage in deep:
-                dense, other = kinds[stage]
-                cut = (dense, other - fewer) if other >= dense else (dense - fewer, other)
-                few[stage] = cut
+        for fewer in range(min(missing), min(missing) - 3, -1):
+            few = [_one_of_each(specs, each) for each in layers]
+            for stage, run in runs.items():
+                deep = run.times > kept[stage] + 2
+                without = run.period * fewer if deep else 0
+                few[stage] = layers[stage][: run.end - without] + layers[stage][run.end :]
             jobs.append(self._with(few))
         return jobs
 
-    def _with(self, kinds: list[tuple[int, int]]) -> Job:
-        """The same with stages of so many dense and other layers."""
-        sizes = tuple(map(sum, kinds))
-        changes: dict[str, Any] = {"num_layers": sum(sizes)}
-        if self.config.moe is not None:
-            changes["moe"] = replace(self.config.moe, first_dense=sum(dense for dense, _ in kinds))
-        config = replace(self.config, **changes)
-        return replace(self, config=config, stage=sizes if self.layout.pp > 1 else None)
+    def _with(self, stages: Sequence[Sequence[int]]) -> Job:
+        """The same with stages of some of the layers."""
+        config, sizes = self.config, tuple(map(len, stages))
+        layers = [at for stage in stages for at in stage]
+        changes: dict[str, Any] = {"num_layers": len(layers)}
+        if config.layers or config.layer_pattern or (config.moe and config.moe.every > 1):
+            specs = layer_specs(config)
+            changes |= {"layers": tuple(specs[at] for at in layers), "layer_pattern": None}
+        if config.moe is not None:
+            # Where there are specifications, these say which layers have experts.
+            dense = 0 if "layers" in changes else sum(not config.has_experts(at) for at in layers)
+            changes["moe"] = replace(config.moe, first_dense=dense, every=1)
+        stage = sizes if self.layout.pp > 1 else None
+        return replace(self, config=replace(config, **changes), stage=stage)
 
-    @property
-    def alike(self) -> bool:
-        """Whether layers of a stage are of one kind, but for the first dense ones."""
-        return self.config.layer_pattern is None and not self.config.layers
+
+def layer_specs(config: TransformerConfig) -> tuple[LayerSpec, ...]:
+    """A specification of each layer, which says too whether there are experts."""
+    specs = []
+    for at, letter in enumerate(config.pattern):
+        changes = dict(config.layers[at].changes) if config.layers else {}
+        moe = config.of_layer(at).moe
+        if moe is not None and letter == "T":
+            # Which layers have experts follows from their place, and these may be in others.
+            own = replace(moe, first_dense=0, every=1)
+            changes["moe"] = own if config.has_experts(at) else None
+        specs.append(LayerSpec(letter, **changes))
+    return tuple(specs)
+
+
+def _one_of_each(specs: Sequence[LayerSpec], layers: Sequence[int]) -> tuple[int, ...]:
+    """The first of these layers of each kind."""
+    first = {specs[at]: at for at in reversed(layers)}
+    return tuple(sorted(first.values()))
+
+
+class Run(NamedTuple):
+    """A part of a list that repeats: its end, the length of what repeats, and how often it does."""
+
+    end: int
+    period: int
+    times: int
+
+
+def longest_run(kinds: Sequence[Hashable]) -> Run:
+    """The part of a list that repeats what is in it most, by the shortest period of several."""
+    best = Run(0, 1, 0)
+    for period in range(1, len(kinds) // 3 + 1):
+        alike = 0
+        for at in range(period, len(kinds)):
+            alike = alike + 1 if kinds[at] == kinds[at - period] else 0
+            times = alike // period + 1
+            if (times - 1) * period > (best.times - 1) * best.period:
+                best = Run(at + 1, period, times)
+    return best
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ or by how many come after it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -365,7 +366,7 @@ def _from_few(job: Job, rank: int, run: Callable[[Job], _Run]) -> tuple[Numbers,
     least = 1 if job.layout.pp > 1 else 2
     first, second, third = _few_passes(job, rank)
     every, layers = job.microbatches, _layers_of(job, rank)
-    depths = job.shallow(rank, least) if job.alike else []
+    depths = job.shallow(rank, least)
     sizes = [_layers_of(depth, rank) for depth in depths]
     if depths and sum(sizes) < layers:
         few = sum(sizes) * first + sum(sizes[:2]) * second + sizes[0] * third
@@ -454,9 +455,8 @@ def peak_at(
     From the first record to the first of `longer` is one step of microbatches, of which it is
     `times` away. See `_Runs` for the records, and Note [Peaks change places].
     """
-    records = (*deeper, *longer)
-    memory = [_at_each_event(record) for record in records]
-    totals = [[sum(now.values()) for now in each] for each in memory]
+    records = [_Moments.of(record) for record in (*deeper, *longer)]
+    totals = [[sum(now.values()) for now in each.memory] for each in records]
     # Of each line: the two records that draw it, the one that checks it, and how far it leads.
     lines = [(0, 1, 2, steps)] + ([(0, 3, 5, times)] if longer else [])
     corners = (0, 1, 3, 4) if longer else (0, 1)
@@ -469,23 +469,52 @@ def peak_at(
         bent = (abs(here[c] - 2 * here[b] + here[a]) * max(n, 1.0) for a, b, c, n in lines)
         if total > most and max(bent) <= _EXACT * total:
             most, best = total, places
-    peak = [memory[corner][best[corner]] for corner in corners] if best else []
+    peak = [records[corner].memory[best[corner]] for corner in corners] if best else []
     return dict.fromkeys(CATEGORIES, 0.0) | _mixed(peak, weights)
 
 
-def _at_each_event(record: StepRecord) -> list[dict[str, int]]:
-    """Bytes by category after each event."""
-    points, now, memory = dict(record.timeline()), dict[str, int](), list[dict[str, int]]()
-    for at in range(record.end + 1):
-        now = points.get(at, now)
-        memory.append(now)
-    return memory
+@dataclass(frozen=True)
+class _Moments:
+    """The events of a record at which an operator ran or memory changed.
+
+    Views are left out: a backward may end with some for each layer, and what is before these would
+    be at another distance from its end in each record.
+
+    Attributes:
+        operators: the operator of each, or "".
+        memory: bytes by category after each.
+        passes: where each forward, each backward and the update begin and end.
+    """
+
+    operators: Sequence[str]
+    memory: Sequence[dict[str, int]]
+    passes: Sequence[tuple[int, int]]
+
+    @staticmethod
+    def of(record: StepRecord) -> _Moments:
+        """The moments of a record."""
+        ran = {operation.at: operation.name for operation in record.operations}
+        changed, now, memory = dict(record.timeline()), dict[str, int](), list[dict[str, int]]()
+        events = sorted({0, record.end, *ran, *changed})
+        for at in events:
+            now = changed.get(at, now)
+            memory.append(now)
+        begins, before = [0], 0
+        for operation in record.operations:
+            if operation.backward != before:  # each backward is a pass of its own
+                begins.append(operation.at)
+                before = operation.backward
+        begins = sorted({*begins, *(at for at, _ in record.marks)})
+        starts = [bisect_left(events, at) for at in begins]
+        ends = [*starts[1:], len(events) - 1]
+        return _Moments(
+            [ran.get(at, "") for at in events], memory, list(zip(starts, ends, strict=True))
+        )
 
 
-def _same_moments(records: Sequence[StepRecord]) -> Iterator[list[int]]:
-    """Events of all records that are as far from the begin, or from the end, of the same pass."""
-    names = [_operators(record) for record in records]
-    passes = [_passes(record) for record in records]
+def _same_moments(records: Sequence[_Moments]) -> Iterator[list[int]]:
+    """Moments of all records that are as far from the begin, or from the end, of the same pass."""
+    passes = [record.passes for record in records]
     common = min(map(len, passes))
     pairs = list(zip(*(each[:common] for each in passes), strict=True))
     if max(map(len, passes)) > common:
@@ -498,28 +527,10 @@ def _same_moments(records: Sequence[StepRecord]) -> Iterator[list[int]]:
             for offset in range(1, shortest + 1):
                 places = [edge - offset if from_end else edge + offset for edge in edges]
                 ran = [places[n] if from_end else places[n] - 1 for n in range(len(places))]
-                if len({each[at] for each, at in zip(names, ran, strict=True)}) > 1:
+                there = zip(records, ran, strict=True)
+                if len({record.operators[at] for record, at in there}) > 1:
                     break
                 yield places
-
-
-def _operators(record: StepRecord) -> Sequence[str]:
-    """The operator of each event; "" is a view."""
-    names = [""] * (record.end + 1)
-    for operation in record.operations:
-        names[operation.at] = operation.name
-    return names
-
-
-def _passes(record: StepRecord) -> list[tuple[int, int]]:
-    """Where each forward, each backward and the update begin and end."""
-    begins, before = [0], 0
-    for operation in record.operations:
-        if operation.backward != before:  # each backward is a pass of its own
-            begins.append(operation.at)
-            before = operation.backward
-    begins = sorted({*begins, *(at for at, _ in record.marks)})
-    return list(zip(begins, [*begins[1:], record.end], strict=True))
 
 
 # ------------------------------------------------------------------------------ the schedule

@@ -17,7 +17,7 @@ from lamina.models.attention.latent_attention import LatentAttention
 from lamina.models.base.config import LayerSpec, TransformerConfig
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.plan.constants import GIB
-from lamina.models.plan.job import Job, play
+from lamina.models.plan.job import Job, layer_specs, play
 from lamina.models.plan.job_plan import Plan
 
 
@@ -75,7 +75,7 @@ def _small(job: Job) -> Job:
         sizes["ep"] = sizes["expert_tp"] = 1
     passes = min(job.microbatches, 2 * sizes["pp"]) if sizes["pp"] > 1 else min(job.microbatches, 2)
     stages = len(job.stage_sizes) // layout.pp * sizes["pp"] if layout.pp > 1 else 1
-    specs = _layers_of_each_kind(job.config)
+    specs = tuple(dict.fromkeys(layer_specs(job.config)))
     moe = job.config.moe
     config = replace(
         job.config, layers=specs * stages, layer_pattern=None, num_layers=len(specs) * stages,
@@ -87,20 +87,6 @@ def _small(job: Job) -> Job:
         job, config=config, ranks=ranks, layout=ParallelLayout(**sizes), batch=passes,
         microbatches=passes, sequence=sequence, stage=stage,
     )  # fmt: skip
-
-
-def _layers_of_each_kind(config: TransformerConfig) -> tuple[LayerSpec, ...]:
-    """One specification for each kind of layer, experts or none of them included."""
-    kinds = []
-    for at, letter in enumerate(config.pattern):
-        changes = dict(config.layers[at].changes) if config.layers else {}
-        moe = config.of_layer(at).moe
-        if moe is not None and letter == "T":
-            # Which layers have experts follows from their place, and these are in others.
-            own = replace(moe, first_dense=0, every=1)
-            changes["moe"] = own if config.has_experts(at) else None
-        kinds.append(LayerSpec(letter, **changes))
-    return tuple(dict.fromkeys(kinds))
 
 
 def _narrow(config: TransformerConfig) -> TransformerConfig:

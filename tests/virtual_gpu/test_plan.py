@@ -90,6 +90,33 @@ def test_a_deep_plan_counts_each_tensor_and_what_is_reserved(words, tmp_path):
         assert abs(off) < near, (what, off, planned)
 
 
+SPARSE = {
+    "model_type": "deepseek_v32", "vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 3,
+    "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "index_topk": 512, "index_n_heads": 16, "index_head_dim": 128,
+    "mlp_layer_types": ["dense"] * 3, "layer_types": ["indexed_attention"] * 3,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_plan_of_chosen_keys_has_the_device_s_kernel_for_masks(recompute, tmp_path):
+    """A kernel that stored all scores would take half as much again."""
+    (tmp_path / "config.json").write_text(json.dumps(SPARSE))
+    words = ["--ranks", "2", "--batch", "1", "--sequence", "4096", "--recompute", recompute]
+    command = [sys.executable, "-m", "lamina.models.plan", "--model", str(tmp_path), *words]
+    answer = subprocess.run(
+        [*command, "--whole", "--device", "--json"], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    planned = json.loads(answer.stdout)
+    for what, near in (("allocated", 0.02), ("reserved", 0.06)):
+        off = planned[f"{what}_bytes"] / planned["device"][what] - 1
+        assert abs(off) < near, (what, off, planned)
+
+
 def test_constants_are_measured_once_and_read_after(tmp_path):
     """The first run measures. The second one reads what is in the file."""
     for _ in range(2):

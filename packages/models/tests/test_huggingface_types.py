@@ -446,6 +446,11 @@ def test_jamba_with_one_expert_has_none(tmp_path, monkeypatch):
     assert config_from_huggingface(tiny("jamba").to_dict()).moe is None
 
 
+def test_names_of_experts_mean_nothing_in_a_model_whose_layers_are_all_dense():
+    dense = {"mlp_layer_types": ["dense"] * 2, "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    assert config_from_huggingface(tiny("deepseek_v32").to_dict() | dense).moe is None
+
+
 def test_layers_that_no_period_gives_are_refused():
     config = config_from_huggingface(tiny("jamba").to_dict())
     first, other, _ = config.layers or ()

@@ -172,7 +172,8 @@ def _read(
         ):
             derived.pop(name, None)
         rules = _RULES if other.layers else ()
-        fields.refuse_unread(derived, ("model_type", *other.ignored, *rules))
+        no_experts = EXPERT_FIELDS if other.experts is not None and config.moe is None else ()
+        fields.refuse_unread(derived, ("model_type", *other.ignored, *rules, *no_experts))
         return config
     if kind not in _ARCHITECTURES and kind not in own:
         known = ", ".join({**_ARCHITECTURES, **known_types(), **own})

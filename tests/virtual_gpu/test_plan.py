@@ -61,6 +61,18 @@ def test_a_plan_counts_each_tensor_of_the_device(
     assert -0.05 < off < 0.15, (off, planned)
 
 
+def check_beside_device(command: list[str]) -> None:
+    """The whole plan of a command allocates and reserves what the device does."""
+    answer = subprocess.run(
+        [*command, "--whole", "--device", "--json"], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    planned = json.loads(answer.stdout)
+    for what, near in (("allocated", 0.02), ("reserved", 0.06)):
+        off = planned[f"{what}_bytes"] / planned["device"][what] - 1
+        assert abs(off) < near, (what, off, planned)
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -80,14 +92,7 @@ def test_a_deep_plan_counts_each_tensor_and_what_is_reserved(words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 8}))
     words = ["--sequence", "4096", "--batch", "2", *words.split()]
     command = [sys.executable, "-m", "lamina.models.plan", *words, "--model", str(tmp_path)]
-    answer = subprocess.run(
-        [*command, "--whole", "--device", "--json"], capture_output=True, text=True, check=False
-    )
-    assert answer.returncode == 0, answer.stderr
-    planned = json.loads(answer.stdout)
-    for what, near in (("allocated", 0.02), ("reserved", 0.06)):
-        off = planned[f"{what}_bytes"] / planned["device"][what] - 1
-        assert abs(off) < near, (what, off, planned)
+    check_beside_device(command)
 
 
 SPARSE = {
@@ -107,14 +112,7 @@ def test_a_plan_of_chosen_keys_has_the_device_s_kernel_for_masks(recompute, tmp_
     (tmp_path / "config.json").write_text(json.dumps(SPARSE))
     words = ["--ranks", "2", "--batch", "1", "--sequence", "4096", "--recompute", recompute]
     command = [sys.executable, "-m", "lamina.models.plan", "--model", str(tmp_path), *words]
-    answer = subprocess.run(
-        [*command, "--whole", "--device", "--json"], capture_output=True, text=True, check=False
-    )
-    assert answer.returncode == 0, answer.stderr
-    planned = json.loads(answer.stdout)
-    for what, near in (("allocated", 0.02), ("reserved", 0.06)):
-        off = planned[f"{what}_bytes"] / planned["device"][what] - 1
-        assert abs(off) < near, (what, off, planned)
+    check_beside_device(command)
 
 
 def test_constants_are_measured_once_and_read_after(tmp_path):
@@ -149,14 +147,7 @@ def test_a_plan_of_torchs_fsdp2_counts_each_tensor_of_the_device(words, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 8}))
     words = [*words, "--sequence", "4096", "--batch", "2", "--model", str(tmp_path)]
     command = [sys.executable, "-m", "lamina.models.plan", "--engine", "fsdp2", *words]
-    answer = subprocess.run(
-        [*command, "--whole", "--device", "--json"], capture_output=True, text=True, check=False
-    )
-    assert answer.returncode == 0, answer.stderr
-    planned = json.loads(answer.stdout)
-    for what, near in (("allocated", 0.02), ("reserved", 0.06)):
-        off = planned[f"{what}_bytes"] / planned["device"][what] - 1
-        assert abs(off) < near, (what, off, planned)
+    check_beside_device(command)
 
 
 PIPELINE = """

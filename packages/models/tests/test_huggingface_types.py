@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -165,7 +166,9 @@ def tiny(kind: str) -> Any:
              if name in have or name in made.attribute_map}  # fmt: skip
     if kind == "gpt_bigcode":
         del sizes["num_key_value_heads"]
-    return made(**{**sizes, **OWN.get(kind, {})})
+    return made(
+        **copy.deepcopy({**sizes, **OWN.get(kind, {})})
+    )  # configs change what they are given
 
 
 def made_by(kind: str, config: Any) -> Any:

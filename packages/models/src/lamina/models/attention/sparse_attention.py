@@ -376,7 +376,8 @@ def _attended(query: Tensor, key: Tensor, chosen: Tensor, valid: Tensor, scale: 
     """
     wide, rows = torch.promote_types(query.dtype, torch.float32), _rows_at_once(query, key)
     parts = (torch.split(each, rows, 1) for each in (query, chosen, valid))
-    keys, sums = key.permute(0, 2, 3, 1), []
+    # Laid out once: with heads between tokens, each product would copy all keys.
+    keys, sums = key.transpose(1, 2).contiguous().mT, []
     with without_autocast(query.device):
         for some, places, there in zip(*parts, strict=True):
             mask = _mask(places, there, key.shape[1])

@@ -20,7 +20,6 @@ from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.weight_link import WeightLink
 from lamina.models.huggingface.rope import read_rope, rope_of, written_rope
-from lamina.models.mamba.block import Mamba2
 
 REQUIRED: Any = object()
 
@@ -243,7 +242,8 @@ class ModelType:
         if letters and letters <= set("M*-E") and "E" not in letters:
             read.pop("moe", None)
         kinds = [read, *(dict(spec.changes) for spec in read.get("layers") or ())]
-        if "M" in letters or any(isinstance(kind.get("attention"), Mamba2) for kind in kinds):
+        variants = [kind["attention"] for kind in kinds if kind.get("attention") is not None]
+        if "M" in letters or any(variant.reads_mamba for variant in variants):
             read["mamba"] = None if sizes is None else MambaConfig(**sizes)
         return {**read, "huggingface_type": self.name}
 

@@ -1,13 +1,13 @@
 """The plan of a job: memory and time of each kind of pipeline stage, and whether it fits.
 
 Note [Layers that are alike]
-A deep model is played with few layers, or with few periods of layers whose kinds repeat, where
-that is less work than to play it whole. What a step takes is then a straight line in the number of
+A deep model is played with few layers, or with few periods of layers whose kinds repeat, where that
+is less work than to play it whole. What a step takes is then a straight line in the number of
 layers, and the plan follows it to the true number, if three runs lie on it: the third one checks
-the line that the first two draw. Otherwise the whole model is played. Memory has a line for each moment of the step, see Note [Peaks change places].
-Microbatches are treated in the same way, as a schedule repeats its middle. What further ones add is
-seen at two depths, and a third number of them checks it. If it does not hold, few layers are played
-with all microbatches.
+the line that the first two draw. Otherwise the whole model is played. Memory has a line for each
+moment of the step, see Note [Peaks change places]. Microbatches are treated in the same way, as a
+schedule repeats its middle. What further ones add is seen at two depths, and a third number of them
+checks it. If it does not hold, few layers are played with all microbatches.
 
 Note [Peaks change places]
 Of a shallow model the memory may be most where one unit is reduced, and of a deep one where forward

@@ -154,6 +154,15 @@ def test_a_short_text_is_attended_to_whole_and_a_frozen_indexer_learns_nothing()
         assert parameter.requires_grad != name.startswith("indexer"), name
 
 
+def test_an_indexer_that_was_frozen_later_adds_no_loss():
+    """As somebody does who trains low-rank matrices alone."""
+    _, module = module_of(SPARSE)
+    module.indexer.requires_grad_(False)
+    module(torch.randn(2, 13, 16, dtype=torch.float64)).sum().backward()
+    assert module.divergence is None
+    assert module.query_up.weight.grad.norm() > 0
+
+
 def test_only_the_indexer_may_train():
     """The first stage of the paper: all else is frozen, and attention reads all keys."""
     model = GPTModel(replace(CONFIG, mla=replace(SPARSE, top_k=64)), seed=1)

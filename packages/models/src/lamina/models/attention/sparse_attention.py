@@ -241,8 +241,8 @@ class SparseLatentSelfAttention(LatentSelfAttention):
         mesh: has an axis `tp`, or is that axis; None is one process.
 
     Attributes:
-        divergence: the mean over this rank's tokens in the last forward that trained the indexer;
-            None before.
+        divergence: this rank's part of the mean in the last forward that trained the indexer; None
+            before.
 
     Raises:
         ValueError: if the heads are not divisible by the number of ranks.
@@ -265,7 +265,8 @@ class SparseLatentSelfAttention(LatentSelfAttention):
         cp = context.pattern.axis if isinstance(context.pattern, GatheredKeys) else None
         index = index._replace(key=_of_whole_sequence(index.key, cp, "reduce_scatter"))
         query, (key, value) = self.queries(latent, context), self.keys_and_values(x, context)
-        learns = self.training and torch.is_grad_enabled() and self.loss_factor > 0.0
+        trained = any(part.requires_grad for part in index)  # and not frozen by whoever adds LoRA
+        learns = self.training and self.loss_factor > 0.0 and trained
         chooses = index.key.shape[1] > self.top_k
         if not (learns or chooses):
             return self.attend(query, key, value, context)

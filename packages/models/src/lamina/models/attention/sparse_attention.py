@@ -233,7 +233,7 @@ class SparseLatentSelfAttention(LatentSelfAttention):
     The loss is `index_loss` times the divergence KL(p || q), in the mean over the microbatch's
     tokens, of which padding counts as zero: p are the weights of a query's keys in the mean over
     attention's heads, and q is the softmax of the indexer's scores, both over the chosen keys. It
-    follows `context.routing.scale`, as the losses of routers do.
+    follows `context.routing.scale`, as the losses of routers do (decision 0687).
 
     Args:
         config: the shape.

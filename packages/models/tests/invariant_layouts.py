@@ -28,7 +28,7 @@ from lamina.models import (
     apply_recompute,
     pipeline,
 )
-from lamina.models.attention import GatedAttention, LatentAttention, cut_sequence
+from lamina.models.attention import GatedAttention, LatentAttention, RopeScaling, cut_sequence
 from lamina.models.bisection.pieces import Share, parameter_piece
 from lamina.models.mamba import Mamba2
 
@@ -58,6 +58,10 @@ MODELS = {
     "gated": replace(
         SHAPE, num_heads=8, num_kv_heads=4, attention=GatedAttention(), embedding_norm=True,
         qk_norm="after_rope",
+    ),
+    "growing queries": replace(
+        SHAPE,
+        rope_scaling=RopeScaling(kind="yarn", factor=2.0, original_length=16, query_beta=0.5),
     ),
     "latent": replace(
         SHAPE,

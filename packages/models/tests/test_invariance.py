@@ -202,6 +202,7 @@ FEW = (
     ("whole", Layout(cp=2, way="ulysses"), torch.float32),
     ("gpt2", Layout(pp=2, microbatches=2), torch.float32),
     ("latent", Layout(tp=2, sp=True, cp=2), torch.bfloat16),
+    ("growing queries", Layout(tp=2, sp=True, cp=2), torch.float32),
     ("gated", Layout(tp=2, sp=True, cp=2), torch.float32),  # a norm before the first block
     ("grouped", Layout(tp=2, sp=True, pp=2, microbatches=2), torch.float32),
 )

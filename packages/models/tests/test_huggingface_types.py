@@ -449,6 +449,23 @@ def test_jamba_with_one_expert_has_none(tmp_path, monkeypatch):
     assert config_from_huggingface(tiny("jamba").to_dict()).moe is None
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4", "axk1"]
+)
+def test_a_model_of_a_type_with_experts_may_have_none(kind):
+    mixed = config_from_huggingface(tiny(kind).to_dict())
+    config = replace(mixed.of_layer(0), moe=None, huggingface_type=kind)
+    model = GPTModel(config, seed=1).eval()
+    written = huggingface_config(config)
+    assert config_from_huggingface(written).moe is None
+    dense = transformers.AutoConfig.for_model(written.pop("model_type"), **written,
+                                              pad_token_id=None)  # fmt: skip
+    theirs = made_by(kind, dense)
+    theirs.load_state_dict(to_huggingface(model, names="memory"))
+    assert distance(model(tokens_of()), theirs(tokens_of()).logits) < ROUNDING
+
+
 def test_names_of_experts_mean_nothing_in_a_model_whose_layers_are_all_dense():
     dense = {"mlp_layer_types": ["dense"] * 2, "scoring_func": "sigmoid", "moe_layer_freq": 1}
     assert config_from_huggingface(tiny("deepseek_v32").to_dict() | dense).moe is None

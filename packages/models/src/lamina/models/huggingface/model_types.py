@@ -448,7 +448,10 @@ class ModelType:
         if moe is None:
             number = self.expert_table["num_experts"]
             if number.write(None) is None:
-                return {"first_k_dense_replace": config.num_layers}
+                # No layer has these experts. But a file of the type says how many there are.
+                sizes = {w.name: 1 for w in self.expert_table.values() if w.default is REQUIRED}
+                first = self.expert_table.get("first_dense")
+                return sizes | ({} if first is None else {first.name: config.num_layers})
             where = self.expert_table.get("shared_ffn_size")
             width = {} if where is None else {where.name: config.ffn_width}
             return {number.name: number.write(None), **width}

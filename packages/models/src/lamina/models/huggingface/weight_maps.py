@@ -49,8 +49,8 @@ def _type_of_features(config: TransformerConfig, types: Sequence[ModelType]) -> 
     multi_head = type(variant) is MultiHeadAttention  # a subclass may compute something else
     if not multi_head and variant.huggingface_type is None:
         raise ValueError(
-            f"{type(variant).__name__} has no huggingface_type: no Hugging Face architecture known "
-            "here has this attention"
+            f"{type(variant).__name__} has no huggingface_type: no Hugging Face architecture can "
+            "be told from it; name one as TransformerConfig(huggingface_type=...) if there is one"
         )
     _check_scale(config, variant)
     variant.check_huggingface(config)

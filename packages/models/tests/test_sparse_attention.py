@@ -205,6 +205,16 @@ def test_recomputation_changes_no_gradient(recompute):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
 
 
+def test_compiled_blocks_have_the_gradients_of_others():
+    models = [GPTModel(CONFIG, seed=1).double() for _ in range(2)]
+    for block in models[1].blocks:
+        block.compile(backend="eager")
+    for model in models:
+        model(TEXT[:, :-1], TEXT[:, 1:]).backward()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_step_over_tp_is_that_of_one_process(sequence_parallel, ranks):

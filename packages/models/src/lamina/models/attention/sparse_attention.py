@@ -265,7 +265,7 @@ class SparseLatentSelfAttention(LatentSelfAttention):
         cp = context.pattern.axis if isinstance(context.pattern, GatheredKeys) else None
         index = index._replace(key=_of_whole_sequence(index.key, cp, "reduce_scatter"))
         query, (key, value) = self.queries(latent, context), self.keys_and_values(x, context)
-        trained = any(part.requires_grad for part in index)  # and not frozen by whoever adds LoRA
+        trained = any(part.requires_grad for part in index)  # not where somebody has frozen them
         learns = self.training and self.loss_factor > 0.0 and trained
         chooses = index.key.shape[1] > self.top_k
         if not (learns or chooses):

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from lamina.models import (
     AttentionContext,
     GPTModel,
+    HyperConnections,
     LatentAttention,
     LayerNorm,
     MoEConfig,
@@ -42,6 +43,7 @@ CONFIGS = {
         kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
         top_k=5, index_heads=8, index_width=8, index_loss=0.0,
     )),
+    "streams": replace(LLAMA, hyper_connections=HyperConnections(streams=3, iterations=4)),
 }  # fmt: skip
 
 
@@ -49,7 +51,7 @@ CONFIGS = {
 def test_a_block_is_one_graph(name):
     torch.manual_seed(0)
     block = TransformerBlock(CONFIGS[name])
-    x = torch.randn(2, 16, 32)
+    x = torch.randn(2, 16, CONFIGS[name].stream_width)
     context = AttentionContext.build(CONFIGS[name], x, x.dtype)
     graphs = []
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from lamina.models import (
+    AttentionScores,
     GPTModel,
+    HyperConnections,
     LatentAttention,
+    LayerSpec,
+    MambaConfig,
+    MoEConfig,
+    MultiTokenPrediction,
     RopeScaling,
     TransformerConfig,
     config_from_huggingface,
@@ -20,6 +26,11 @@ from lamina.models import (
     preset_names,
     to_huggingface,
 )
+from lamina.models.attention import GatedAttention
+from lamina.models.huggingface.model_types import TRAINING
+
+from .test_layer_specs import TwoLayers
+from .test_own_layers import Squared
 
 transformers = pytest.importorskip("transformers")
 
@@ -178,6 +189,48 @@ def test_vocabulary_padding_stays_at_home(name):
     tokens = torch.randint(0, 61, (2, 9))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+LATENT = LatentAttention(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+CHANGED = {
+    "vocab_size": 99, "hidden_size": 64, "num_layers": 3, "num_heads": 8, "num_kv_heads": 1,
+    "head_dim": 6, "ffn_size": 88, "max_sequence_length": 77, "activation": "geglu",
+    "norm": "layernorm", "norm_eps": 1e-3, "positions": "none", "rope_theta": 77.0,
+    "rope_scaling": RopeScaling(kind="linear", factor=3.0), "rotary_fraction": 0.5,
+    "attention": GatedAttention(), "mla": LATENT, "mlp": TwoLayers(width=40), "qk_norm": True,
+    "scores": AttentionScores(softcap=9.0), "attention_bias": True, "attention_output_bias": True,
+    "mlp_bias": True, "pre_norm": False, "post_norm": True, "embedding_norm": True,
+    "parallel_mlp": "one_norm", "embedding_scale": 2.0, "residual_scale": 2.0,
+    "hyper_connections": HyperConnections(), "logit_scale": 2.0, "logit_softcap": 9.0,
+    "head_bias": True, "position_offset": 2, "tie_embeddings": True, "sliding_window": 5,
+    "attention_scale": 0.3, "layer_pattern": "*-", "layer_kinds": (Squared(letter="S"),),
+    "layers": (LayerSpec(sliding_window=4), LayerSpec()), "mamba": MambaConfig(num_heads=1),
+    "moe": MoEConfig(num_experts=4, top_k=2, ffn_size=48), "mtp": MultiTokenPrediction(),
+    "invariant": True, "huggingface_type": "olmo",
+}  # fmt: skip
+BESIDE = {
+    "position_offset": {"positions": "learned"}, "pre_norm": {"post_norm": True},
+    "mamba": {"layer_pattern": "MM", "positions": "none", "tie_embeddings": True},
+    "mtp": {"moe": MoEConfig(num_experts=4, top_k=2), "mla": LATENT},
+}  # fmt: skip
+
+
+def test_each_field_is_written_or_refused():
+    """A field that is left unsaid would be another model, without a word."""
+    assert CHANGED.keys() == {field.name for field in fields(TransformerConfig)} - TRAINING
+    survived = set()
+    for name, value in CHANGED.items():
+        config = TransformerConfig(**{**TINY, **BESIDE.get(name, {}), name: value})
+        try:
+            written = huggingface_config(config)
+        except ValueError:
+            continue
+        if name in ("layer_kinds", "invariant"):  # no layer is of that kind; the same model
+            continue
+        back = config_from_huggingface(written)
+        assert getattr(back, name) == value, f"{name}: {getattr(back, name)}"
+        survived.add(name)
+    assert survived >= {"vocab_size", "num_kv_heads", "rope_scaling", "mla", "tie_embeddings"}
 
 
 def test_what_has_no_counterpart_is_refused():

@@ -29,6 +29,7 @@ from lamina.models import (
     ColumnParallelLinear,
     Dropout,
     GPTModel,
+    HyperConnections,
     MambaConfig,
     MoEConfig,
     MultiTokenPrediction,
@@ -62,6 +63,7 @@ SPARSE = SparseLatentAttention(
     kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
     top_k=6, index_heads=3, index_width=8,
 )  # fmt: skip
+STREAMS = HyperConnections(streams=2, iterations=3)
 LOADS = MoEConfig(num_experts=8, top_k=2, scores="sigmoid", global_loss=0.01, sequence_loss=0.01)
 
 
@@ -106,6 +108,8 @@ MODELS = {
     ),
     "chosen keys": (variant(SHAPE, mla=SPARSE, context_parallel="all_gather"), {"tp": 2, "cp": 2}),
     "chosen keys, sequence": (variant(CUT, mla=SPARSE), {"tp": 2, "pp": 2}),
+    "streams": (variant(SHAPE, hyper_connections=STREAMS), {"tp": 2, "cp": 2}),
+    "streams, sequence": (variant(CUT, hyper_connections=STREAMS), {"tp": 2, "pp": 2}),
     "vision": (CUT, {"tp": 2, "cp": 2}),
 }
 

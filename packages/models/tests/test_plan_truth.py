@@ -11,7 +11,7 @@ import torch
 from lamina.collectives import Ledger
 from lamina.collectives.engine import kept_bytes
 from lamina.mesh import ParallelLayout
-from lamina.models import LayerSpec, MambaConfig, TransformerConfig
+from lamina.models import HyperConnections, LayerSpec, MambaConfig, TransformerConfig
 from lamina.models.attention import SparseLatentAttention
 from lamina.models.mamba import GatedDeltaNet, Mamba1, Mamba2
 from lamina.models.plan import Job, fsdp2
@@ -134,6 +134,16 @@ def test_other_mixers_of_tokens_are_planned_as_they_run(ranks, kind, recompute):
     job = replace(sampled(3, ranks.world_size), strategy=3, recompute=recompute)
     config = replace(job.config, num_layers=2, layers=layers, mamba=mamba)
     # On one rank no sum ends sooner or later. What a step leaves behind shows here too.
+    bound = 1e-3 if ranks.world_size == 1 else NEAR
+    assert abs(error_of(replace(job, config=config))) < bound
+
+
+@pytest.mark.ranks(1, 2, backend="gloo")
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_models_of_several_streams_are_planned_as_they_run(ranks, recompute):
+    job = replace(sampled(3, ranks.world_size), strategy=3, recompute=recompute)
+    streams = HyperConnections(streams=3, iterations=5)
+    config = replace(job.config, num_layers=2, hyper_connections=streams)
     bound = 1e-3 if ranks.world_size == 1 else NEAR
     assert abs(error_of(replace(job, config=config))) < bound
 

@@ -14,6 +14,7 @@ from lamina.models.base.config import (
     TransformerConfig,
 )
 from lamina.models.base.configs.elements import Activation, AttentionScores, NormPart
+from lamina.models.base.configs.hyper_connections import HyperConnections
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.configs.multi_token import MultiTokenPrediction
@@ -85,6 +86,7 @@ __all__ = [
     "Float8Codec",
     "GPTModel",
     "GroupedExperts",
+    "HyperConnections",
     "LatentAttention",
     "LayerKind",
     "LayerNorm",

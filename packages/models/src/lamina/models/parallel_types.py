@@ -43,6 +43,7 @@ from lamina.models.attention.pieced import _PiecedAttention
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.embedding import _LookUp
+from lamina.models.layers.hyper_connections import _DoublyStochastic, _TokenLogits
 from lamina.models.layers.linear import CutProduct, Multiply
 from lamina.models.layers.loss import _CrossEntropy, _LinearCrossEntropy
 from lamina.models.layers.norms import _RMSNormOnCPU
@@ -78,11 +79,13 @@ _LOCAL: tuple[type[torch.autograd.Function], ...] = (
     _AddToRuns,
     _ContiguousGradient,
     _CopiesToRows,
+    _DoublyStochastic,
     _ExpertProduct,
     _LookUp,
     _NoRowsNoGradient,
     _RMSNormOnCPU,
     _RowsToTokens,
+    _TokenLogits,
 )
 
 # A value of each type is equal (E), varying or partial over ranks; and so is its gradient.

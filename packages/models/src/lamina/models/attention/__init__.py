@@ -21,7 +21,8 @@ from lamina.models.attention.sparse_attention import (
     SparseLatentAttention,
     SparseLatentSelfAttention,
 )
-from lamina.models.base.config import AttentionVariant, HeadWidths
+from lamina.models.base.config import AttentionVariant
+from lamina.models.base.configs.elements import HeadWidths
 from lamina.models.base.configs.rope import RopeScaling
 from lamina.models.layers.zigzag import cut_sequence, join_sequence
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from lamina.models.attention.attention import Attention, AttentionCore, output_projection
 from lamina.models.attention.context import AttentionContext
 from lamina.models.attention.rotary import apply_rotary
-from lamina.models.base.config import AttentionVariant, HeadWidths, TransformerConfig
+from lamina.models.base.config import AttentionVariant, TransformerConfig
+from lamina.models.base.configs.elements import HeadWidths
 from lamina.models.base.configs.field_checks import (
     require_at_least,
     require_divides,

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import nn
 
@@ -20,6 +20,7 @@ from lamina.models.base.configs.elements import (
     Activation,
     ActivationName,
     AttentionScores,
+    HeadWidths,
     NormName,
     NormPart,
     activation_of,
@@ -32,6 +33,7 @@ from lamina.models.base.configs.field_checks import (
     require_one_of,
     require_positive,
 )
+from lamina.models.base.configs.hyper_connections import HyperConnections
 from lamina.models.base.configs.mamba import LETTERS, MambaConfig, check_pattern
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.configs.multi_token import MultiTokenPrediction
@@ -45,17 +47,6 @@ ContextParallel = Literal["ring", "all_gather", "ulysses"]
 PositionEncoding = Literal["rope", "learned", "none"]
 ParallelMLP = Literal["one_norm", "two_norms"]
 Reduction = Literal["ordered", "native"]
-
-
-class HeadWidths(NamedTuple):
-    """Elements of one attention head."""
-
-    query: int
-    """Elements of a query or key head."""
-    value: int
-    """Elements of a value head."""
-    rotary: int
-    """Elements of a query or key head that RoPE turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +269,7 @@ class TransformerConfig:
             its own norm. None is one after the other.
         embedding_scale: multiplies the embeddings of tokens.
         residual_scale: multiplies what a layer adds to the residual stream.
+        hyper_connections: residual streams, and how layers read and write them; None is one stream.
         logit_scale: multiplies the logits.
         logit_softcap: a logit l becomes `logit_softcap * tanh(l / logit_softcap)`; None leaves it.
         head_bias: a bias in the output head.
@@ -366,6 +358,7 @@ class TransformerConfig:
     parallel_mlp: ParallelMLP | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    hyper_connections: HyperConnections | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False
@@ -411,6 +404,8 @@ class TransformerConfig:
             )
         if self.mlp is not None:
             self.mlp.check(self)
+        if self.mtp is not None:
+            self.mtp.check(self.hyper_connections)
         self.precision.check_blocks(self.num_layers)
         if self.layers is not None:
             self._check_specs(self.layers)
@@ -482,7 +477,6 @@ class TransformerConfig:
             f"attention_path={self.attention_path!r} (a kernel of another order)": (
                 self.attention_path != "auto"
             ),
-            f"scores={self.scores} (kernels of another order)": self.scores is not None,
             f"logit_softcap={self.logit_softcap} (not in the loss of this setting)": (
                 self.logit_softcap is not None
             ),
@@ -492,6 +486,9 @@ class TransformerConfig:
                 self.tie_embeddings
             ),
         }
+        for name in ("scores", "hyper_connections"):
+            part = getattr(self, name)
+            lacks[f"{name}={part} (kernels of another order)"] = part is not None
         if self.moe is not None:
             lacks |= self.moe.depends_on_layout
         for what, there in lacks.items():
@@ -595,6 +592,12 @@ class TransformerConfig:
         return 1.0 / math.sqrt(self.head_width) if own is None else own
 
     @property
+    def stream_width(self) -> int:
+        """Elements of a token between blocks: of all residual streams."""
+        streams = 1 if self.hyper_connections is None else self.hyper_connections.streams
+        return streams * self.hidden_size
+
+    @property
     def padded_vocab_size(self) -> int:
         """The number of rows of the embedding and the head."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
@@ -625,11 +628,8 @@ class TransformerConfig:
         if self.layers is None:
             return self
         spec = self.layers[layer]
-        own: dict[str, Any] = {
-            "layers": None,
-            "layer_pattern": None,
-            "residual_additions": self.additions,
-        }
+        own: dict[str, Any] = {"layers": None, "layer_pattern": None}
+        own["residual_additions"] = self.additions
         if spec.letter != "T":
             own["layer_pattern"] = spec.letter * self.num_layers
         own |= {} if spec.letter == "M" or self._reads_mamba(spec) else {"mamba": None}
@@ -659,8 +659,7 @@ class TransformerConfig:
     @property
     def additions(self) -> int:
         """The number of results that are added to the residual stream."""
-        counted = self.num_layers + self.pattern.count("T")
-        return self.residual_additions or counted
+        return self.residual_additions or self.num_layers + self.pattern.count("T")
 
     @property
     def pattern(self) -> str:
@@ -695,6 +694,6 @@ _SHARED_BY_LAYERS = {
     *("embedding_norm", "logit_softcap", "head_bias", "position_offset", "mtp"),
     *("embedding_scale", "logit_scale", "layer_pattern", "layer_kinds", "layers", "loss_chunk"),
     *("vocab_multiple", "sequence_parallel", "tp_reduction", "context_parallel", "precision"),
-    *("invariant", "residual_additions", "huggingface_type"),
+    *("invariant", "residual_additions", "huggingface_type", "hyper_connections"),
 }
 """Fields that are of the whole model: its ends, and how its ranks share the work."""

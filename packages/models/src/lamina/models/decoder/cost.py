@@ -1,6 +1,8 @@
 """The cost of a model, from its config alone."""
 
-from lamina.models.base.config import TransformerConfig
+from collections.abc import Sequence
+
+from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.decoder.layer_stack import parts_of
 
 
@@ -21,8 +23,16 @@ def matrix_parameters(config: TransformerConfig) -> int:
 
 
 def _layer_parameters(config: TransformerConfig, layer: int) -> int:
-    own = config.of_layer(layer)
-    return sum(part.parameters(own) for part in parts_of(config, layer))
+    own, parts = config.of_layer(layer), parts_of(config, layer)
+    weights = sum(part.parameters(own) for part in parts)
+    if (streams := config.hyper_connections) is not None:
+        weights += _readers(own, parts) * streams.parameters(config.hidden_size)
+    return weights
+
+
+def _readers(own: TransformerConfig, parts: Sequence[LayerPart]) -> int:
+    """How many of a layer's parts read the residual streams."""
+    return 1 if own.parallel_mlp is not None else len(parts)
 
 
 def _further_parameters(config: TransformerConfig) -> int:
@@ -32,9 +42,11 @@ def _further_parameters(config: TransformerConfig) -> int:
 
 def layer_flops_per_token(config: TransformerConfig, layer: int, sequence: int) -> float:
     """Operations of forward and backward of one layer, as of `training_flops_per_token`."""
-    own, products = config.of_layer(layer), 0.0
-    for part in parts_of(config, layer):
-        products += part.parameters(own) + part.products_per_token(own, sequence)
+    own, parts = config.of_layer(layer), parts_of(config, layer)
+    products: float = _layer_parameters(config, layer)
+    products += sum(part.products_per_token(own, sequence) for part in parts)
+    if (streams := config.hyper_connections) is not None:
+        products += _readers(own, parts) * streams.products_per_token(config.hidden_size)
     return 6.0 * products
 
 

@@ -30,6 +30,7 @@ from lamina.models.invariance.random_keys import ForwardNumbers, TokenKeys
 from lamina.models.invariance.token_sums import TokenCut
 from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
+from lamina.models.layers.hyper_connections import StreamSum
 from lamina.models.layers.loss import IGNORED, check_ids, check_reduction
 from lamina.models.layers.norms import make_norm
 from lamina.models.layers.zigzag import check_divisible, cut_sequence, join_sequence
@@ -132,6 +133,9 @@ class GPTModel(KeepsRoles):
         for module in self.modules():
             if self.cp is not None and isinstance(module, Attention):
                 module.cp = self.cp.size  # blocks were given the axis of tp only
+        self.stream_sum: StreamSum | None = None
+        if config.hyper_connections is not None:
+            self.stream_sum = StreamSum(config, config.hyper_connections, partial)
         self.final_norm = make_norm(config, partial=partial)
         self.head = OutputHead(
             config, self.axis, tied=self.embedding.weight if config.tie_embeddings else None
@@ -202,6 +206,7 @@ class GPTModel(KeepsRoles):
         self.begin_forward(tokens)
         token_keys = self.token_keys(tokens)
         x = self.embed(*cut, None if splice is None else splice.cut(self.cp), token_keys)
+        x = self.spread(x)
         # Each rank of cp has a part of an auxiliary loss, and an equal share in a loss that the
         # caller computes from the whole logits.
         parts = 1 if self.cp is None else self.cp.size
@@ -213,7 +218,7 @@ class GPTModel(KeepsRoles):
         if cache is not None:
             cache.end_forward(tokens.shape[1])
             x = x[:, -1:] if cache.last_only and not self.sequence_parallel else x
-        x = self.final_norm(x)
+        x = self.final_states(x)
         if labels is not None:
             loss = self.loss(x, labels, reduction)
             if self.training and self.mtp is not None:
@@ -329,6 +334,16 @@ class GPTModel(KeepsRoles):
             x = self.embedding_norm(x)
         # Without keys the call is that of any module which a user may have put there.
         return cast(Tensor, self.dropout(x) if token_keys is None else self.dropout(x, token_keys))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Begin every residual stream with the embeddings `[..., hidden]`."""
+        sizes = self.config.hyper_connections
+        return x if sizes is None else torch.cat([x] * sizes.streams, dim=-1)
+
+    def final_states(self, x: Tensor) -> Tensor:
+        """What the head reads, `[..., hidden]`, of what the blocks have made."""
+        x = x if self.stream_sum is None else self.stream_sum(x)
+        return self.final_norm(x)  # type: ignore[no-any-return]
 
     def check_inputs(
         self,

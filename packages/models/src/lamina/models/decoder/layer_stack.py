@@ -14,6 +14,7 @@ from lamina.models.attention.context import AttentionContext
 from lamina.models.base.config import LayerPart, TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.layers.dropout import Dropout
+from lamina.models.layers.hyper_connections import Factors, HyperConnection, written
 from lamina.models.layers.mlp import feed_forward_of
 from lamina.models.layers.norms import make_norm
 from lamina.models.mamba.block import Mamba2, MambaMixer, MambaState
@@ -26,6 +27,7 @@ class TransformerBlock(nn.Module):
 
     With `config.post_norm` the results of attention and MLP are normalised before the addition,
     without `config.pre_norm` their inputs are not. With `config.parallel_mlp` both read the same x.
+    With `config.hyper_connections` x has several streams, which attention and MLP read and write.
 
     Args:
         config: the shape.
@@ -51,6 +53,7 @@ class TransformerBlock(nn.Module):
         partial = config.sequence_parallel and axis is not None
         self.dropout = Dropout(config.dropout, axis, sharded=partial)
         self.scale, self.parallel = config.residual_scale, config.parallel_mlp is not None
+        self.attention_streams = _streams(config, partial)
 
         def norm(wanted: bool) -> nn.Module | None:
             return make_norm(config, partial=partial) if wanted else None
@@ -58,6 +61,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = norm(config.pre_norm)
         self.attention = variant_of(config).make(config, mesh)
         self.attention_post_norm = norm(config.post_norm is True)
+        self.mlp_streams = None if self.parallel else _streams(config, partial)
         self.mlp_norm = norm(config.pre_norm and config.parallel_mlp != "one_norm")
         self.mlp: nn.Module
         if config.has_experts(layer):
@@ -68,21 +72,36 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
-        normed = x if self.attention_norm is None else self.attention_norm(x)
+        inner, factors = _read(self.attention_streams, x)
+        normed = inner if self.attention_norm is None else self.attention_norm(inner)
         update = self.attention(normed, context)
+        how = self.dropout, self.scale, context
         if self.parallel:
-            inner = normed if self.mlp_norm is None else self.mlp_norm(x)
+            inner = normed if self.mlp_norm is None else self.mlp_norm(inner)
             update = update + _feed_forward(self.mlp, inner, context)
-            return _add(x, update, None, self.dropout, self.scale, context)
-        x = _add(x, update, self.attention_post_norm, self.dropout, self.scale, context)
-        inner = x if self.mlp_norm is None else self.mlp_norm(x)
+            return _add(x, update, factors, None, *how)
+        x = _add(x, update, factors, self.attention_post_norm, *how)
+        inner, factors = _read(self.mlp_streams, x)
+        inner = inner if self.mlp_norm is None else self.mlp_norm(inner)
         update = _feed_forward(self.mlp, inner, context)
-        return _add(x, update, self.mlp_post_norm, self.dropout, self.scale, context, use=1)
+        return _add(x, update, factors, self.mlp_post_norm, *how, use=1)
+
+
+def _streams(config: TransformerConfig, partial: bool) -> HyperConnection | None:
+    """The hyper-connection of an attention, an MLP or a mixer; None is one stream."""
+    sizes = config.hyper_connections
+    return None if sizes is None else HyperConnection(config, sizes, partial)
+
+
+def _read(streams: nn.Module | None, x: Tensor) -> tuple[Tensor, Factors | None]:
+    """What a layer reads of the residual stream, or streams, and how these take its result."""
+    return (x, None) if streams is None else streams(x)
 
 
 def _add(
     x: Tensor,
     update: Tensor,
+    factors: Factors | None,
     norm: nn.Module | None,
     dropout: nn.Module,
     scale: float,
@@ -93,7 +112,8 @@ def _add(
     token_keys = None if context is None else context.token_keys
     update = update if norm is None else norm(update)
     dropped: Tensor = dropout(update) if token_keys is None else dropout(update, token_keys, use)
-    return x + (dropped if scale == 1.0 else dropped * scale)
+    scaled = dropped if scale == 1.0 else dropped * scale
+    return x + scaled if factors is None else written(x, scaled, factors)
 
 
 def _feed_forward(mlp: nn.Module, x: Tensor, context: AttentionContext | None) -> Any:
@@ -121,6 +141,7 @@ class ResidualBlock(nn.Module):
         super().__init__()
         axis = axis_of(mesh, "tp")
         partial = config.sequence_parallel and axis is not None
+        self.streams = _streams(config, partial)
         self.norm = make_norm(config, partial=partial)
         self.mixer = mixer
         self.post_norm = make_norm(config, partial=partial) if config.post_norm else None
@@ -129,11 +150,22 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
-        return self.add(x, self.mixer(self.norm(x), context), context)
+        inner, factors = _read(self.streams, x)
+        return self.add(x, self.mix(self.norm(inner), context), context, factors)
 
-    def add(self, x: Tensor, update: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """Add an update to the residual stream, after post-norm and dropout."""
-        return _add(x, update, self.post_norm, self.dropout, self.scale, context)
+    def mix(self, x: Tensor, context: AttentionContext | None) -> Any:
+        """Apply the mixer to normalised activations."""
+        return self.mixer(x, context)
+
+    def add(
+        self,
+        x: Tensor,
+        update: Tensor,
+        context: AttentionContext | None = None,
+        factors: Factors | None = None,
+    ) -> Tensor:
+        """Add an update to the residual stream, or streams, after post-norm and dropout."""
+        return _add(x, update, factors, self.post_norm, self.dropout, self.scale, context)
 
 
 class MambaBlock(ResidualBlock):
@@ -159,8 +191,9 @@ class MambaBlock(ResidualBlock):
 
     def step(self, x: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
         """Compute one token `[batch, hidden]`, given the state after the tokens before it."""
-        update, state = self.mixer.step(self.norm(x), state)
-        return self.add(x, update), state
+        inner, factors = _read(self.streams, x)
+        update, state = self.mixer.step(self.norm(inner), state)
+        return self.add(x, update, factors=factors), state
 
 
 class AttentionBlock(ResidualBlock):
@@ -178,9 +211,9 @@ class AttentionBlock(ResidualBlock):
 class _FeedForwardBlock(ResidualBlock):
     """A layer whose mixer treats each token by itself."""
 
-    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
-        return self.add(x, _feed_forward(self.mixer, self.norm(x), context), context)
+    def mix(self, x: Tensor, context: AttentionContext | None) -> Any:
+        """See `ResidualBlock.mix`."""
+        return _feed_forward(self.mixer, x, context)
 
 
 class MLPBlock(_FeedForwardBlock):

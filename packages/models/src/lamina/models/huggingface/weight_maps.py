@@ -97,6 +97,7 @@ _OF_OTHER_TYPES = {
     "layers": None, "mlp": None, "pre_norm": True, "parallel_mlp": None, "rotary_fraction": 1.0,
     "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "scores": None,
     "logit_softcap": None, "head_bias": False, "embedding_norm": False, "position_offset": 0,
+    "hyper_connections": None,
 }  # fmt: skip
 
 

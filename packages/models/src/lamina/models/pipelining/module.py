@@ -110,6 +110,7 @@ class GPTStage(GPTModel):
         self.blocks = nn.ModuleList()
         for layer in self.layers:
             self.blocks.add_module(str(layer), model.blocks.get_submodule(str(layer)))
+        self.stream_sum = model.stream_sum if last else None
         if last:
             self.final_norm, self.head = model.final_norm, model.head
             if copied and copies and not first:
@@ -135,9 +136,9 @@ class GPTStage(GPTModel):
         """Run the stage on one microbatch.
 
         `x` is the result of the stage before (None in the first stage), and the microbatch is the
-        same on every stage. Activations come back, `[batch, sequence / cp, hidden]` (`[tokens / cp
-        / tp, hidden]` under sequence parallelism), or in the last stage the loss times
-        `batch.factor`, a scalar.
+        same on every stage. Activations come back, `[batch, sequence / cp, width]` (`[tokens / cp
+        / tp, width]` under sequence parallelism), or in the last stage the loss times
+        `batch.factor`, a scalar. The width is `config.stream_width`.
         """
         positions = batch.positions
         if positions is None:
@@ -148,6 +149,7 @@ class GPTStage(GPTModel):
             self.check_inputs(batch.tokens, batch.labels, batch.document_ids)
             cut = cut_sequence(positions, self.cp, dim=-1)
             x = self.embed(cut_sequence(batch.tokens, self.cp), cut, token_keys=token_keys)
+            x = self.spread(x)
         if x is None:
             raise ValueError("x is None: only the first stage makes its own input")
         masks = batch.document_ids, batch.padding_mask
@@ -158,7 +160,7 @@ class GPTStage(GPTModel):
             x = block(x, context)
         if not self.last:
             return x
-        x = self.final_norm(x)
+        x = self.final_states(x)
         total: Tensor = self.head(x, cut_sequence(batch.labels, self.cp), "sum")
         if self.training and self.mtp is not None:
             embed = partial(self.embed, positions=cut_sequence(positions, self.cp, dim=-1))
@@ -171,8 +173,8 @@ class GPTStage(GPTModel):
         rows, columns = batch.tokens.shape
         columns //= 1 if self.cp is None else self.cp.size
         if self.axis is not None and self.sequence_parallel:
-            return (rows * columns // self.axis.size, self.config.hidden_size)
-        return (rows, columns, self.config.hidden_size)
+            return (rows * columns // self.axis.size, self.config.stream_width)
+        return (rows, columns, self.config.stream_width)
 
     def extra_repr(self) -> str:
         """The layers and ends of the stage, for printing."""

@@ -223,6 +223,7 @@ _PARTS = (
     "embedding_norm",
     "dropout",
     "blocks",
+    "stream_sum",
     "final_norm",
     "head",
     "mtp",
@@ -231,8 +232,10 @@ _PARTS = (
 _CALLED = (
     "forward",
     "embed",
+    "spread",
     "token_keys",
     "context",
+    "final_states",
     "loss",
     "check_inputs",
     "_check_positions",

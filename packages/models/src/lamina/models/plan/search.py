@@ -210,9 +210,11 @@ def _saved(config: TransformerConfig, recompute: str) -> float:
     kv, f = config.kv_heads * config.head_width, config.ffn_width
     if config.moe is not None:
         f = config.moe.top_k * (config.moe.ffn_size or f) + (config.moe.shared_ffn_size or 0)
+    between = config.stream_width
     if recompute == "full":
-        return h
-    selective = 2 * h + q + 2 * kv + 2 * f
+        return between
+    streams = 0 if between == h else 2 * between
+    selective = streams + 2 * h + q + 2 * kv + 2 * f
     return selective if recompute == "selective" else selective + 3 * h + 2 * f + 9 * (q + kv)
 
 

@@ -1,4 +1,4 @@
-"""The smallest parts of a layer: the function between the products of an MLP, and norms.
+"""The smallest parts of a layer: the function between the products of an MLP, scores, and norms.
 
 Each is a value in the config, as a name or as an object. An object of a class of your own is used
 as Lamina's are.
@@ -7,7 +7,7 @@ as Lamina's are.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,17 @@ def activation_of(named: str | Activation) -> Activation:
             f"activation is {named!r}: it must be one of {known}, or an Activation(function)"
         )
     return ACTIVATIONS[named]
+
+
+class HeadWidths(NamedTuple):
+    """Elements of one attention head."""
+
+    query: int
+    """Elements of a query or key head."""
+    value: int
+    """Elements of a value head."""
+    rotary: int
+    """Elements of a query or key head that RoPE turns."""
 
 
 @dataclass(frozen=True, kw_only=True)

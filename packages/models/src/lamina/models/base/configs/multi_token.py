@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lamina.models.base.configs.field_checks import require_at_least, require_positive
+from lamina.models.base.configs.hyper_connections import HyperConnections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +32,11 @@ class MultiTokenPrediction:
     def __post_init__(self) -> None:
         require_at_least(1, self, "depth")
         require_positive(self, "weight")
+
+    def check(self, streams: HyperConnections | None) -> None:
+        """Raise ValueError for a model whose states are several streams."""
+        if streams is not None:
+            raise ValueError(
+                f"mtp is {self} beside hyper_connections={streams}: these layers read one residual "
+                "stream; leave one of them out"
+            )

@@ -261,6 +261,21 @@ def fake_tensors_are_a_class():
     assert not isinstance(torch.ones(2), of_models.FakeTensor)
 
 
+def storages_say_that_they_are_resized():
+    """Once each, also inside one another, and afterwards torch's own function is back."""
+    inner, outer, storage = [], [], torch.ones(4).untyped_storage()
+    own = torch.UntypedStorage.resize_
+    with of_models.resizes_told_to(outer.append):
+        with of_models.resizes_told_to(inner.append):
+            storage.resize_(0)
+        storage.resize_(8)
+    storage.resize_(0)
+    assert [each.nbytes() for each in outer] == [0, 0]
+    assert (len(inner), len(outer)) == (1, 2)
+    assert torch.UntypedStorage.resize_ is own
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
 def modes_are_listed():
     assert not of_models.modes_now()
     with of_models.FakeTensorMode() as mode:
@@ -535,6 +550,7 @@ CHECKS = {
     several_tensors_are_copied_at_once: "foreach_copy",
     fake_tensors_are_a_class: "FakeTensor FakeTensorMode active_fake_mode",
     modes_are_listed: "modes_now",
+    storages_say_that_they_are_resized: "resizes_told_to",
     a_compiler_hands_its_graphs_over: "graphs_of",
     operators_made_of_others_have_parts: "parts_of",
     collectives_tell_their_group: "group_of_argument",

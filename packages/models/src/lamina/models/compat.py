@@ -20,7 +20,6 @@ from torch.library import _scoped_library as scoped_library
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes_now
-from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "HAS_SCALED_MM_V2_ON_CPU",
@@ -42,11 +41,11 @@ __all__ = [
     "modes_now",
     "one_graph_break",
     "parts_of",
+    "resizes_told_to",
     "scaled_mm",
     "scaled_mm_v2",
     "scoped_library",
     "specs_found_in",
-    "tree_leaves",
 ]
 
 graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined, unused-ignore]
@@ -81,6 +80,31 @@ def group_of_argument(argument: str | ScriptObject) -> ProcessGroup:
     if isinstance(argument, str):
         return _resolve_process_group(argument)  # type: ignore[arg-type, unused-ignore]
     return ProcessGroup.unbox(argument)
+
+
+@contextmanager
+def resizes_told_to(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, `resized` is called with each storage that Python code has resized.
+
+    No operator sees that, and to look at all storages after each operator would take most of the
+    time of a plan.
+    """
+    kind: Any = torch.UntypedStorage
+    own, before = "resize_" in vars(kind), kind.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        result = before(storage, nbytes)
+        resized(storage)
+        return result
+
+    kind.resize_ = resize_
+    try:
+        yield
+    finally:
+        if own:
+            kind.resize_ = before
+        else:
+            del kind.resize_  # it inherits its own
 
 
 def graphs_of(make: Callable[[torch.fx.GraphModule], Callable[[list[Any]], Any]]) -> Any:

@@ -7,12 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
-from lamina.models.compat import tree_leaves
-
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors among an operator's arguments or results."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """The tensors among an operator's arguments or results, which are lists and dicts at most."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if not isinstance(tree, list | tuple):
+        return []
+    # Most are tensors or numbers. A call for each of these would be most of the time.
+    leaves = []
+    for part in tree:
+        if isinstance(part, Tensor):
+            leaves.append(part)
+        elif isinstance(part, list | tuple | dict):
+            leaves += tensors_in(part)
+    return leaves
 
 
 def cost_of(

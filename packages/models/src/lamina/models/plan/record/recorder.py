@@ -34,8 +34,10 @@ from lamina.models.compat import (
     TorchDispatchMode,
     active_fake_mode,
     current_graph_task_id,
+    resizes_told_to,
 )
 from lamina.models.plan.record.operator_costs import cost_of, nbytes_of, tensors_in
+from lamina.models.plan.record.remembered import Remembered
 from lamina.models.plan.record.step_record import Life, Message, Operation, StepRecord
 from lamina.models.plan.record.storages import Counted, takes_operators_apart
 from lamina.models.plan.record.torch_streams import (
@@ -99,6 +101,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record = StepRecord()
         self._counted, self._states, self._rounded = Counted(device), states, rounded
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Life]] = {}
+        self._remembered = Remembered()
         self._ledger = Ledger()
         self._earlier_events = 0  # of finished records
         self._event_times: list[float] = []
@@ -115,6 +118,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._streams.number_by(lambda: self._earlier_events + self._now)
         self._begin()
         self._contexts.enter_context(copies_planned_by(self._note_copy))
+        self._contexts.enter_context(resizes_told_to(self._resized))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -151,7 +155,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _finish(self) -> None:
         self._ledger.__exit__()
-        self._poll()
         self._name_states()
         for life in self.record.lives:
             if life.category == "optimizer state" and life.died is not None:
@@ -165,7 +168,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, name: str) -> None:
         """Begin a phase, such as `optimizer`."""
-        self._poll()
         self.record.marks.append((self._now, name))
 
     def _name_states(self) -> None:
@@ -218,12 +220,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[key] = weakref.ref(storage, ended), life
         self.record.lives.append(life)
 
-    def _poll(self) -> None:
-        """Note storages that were resized since the last look."""
-        for reference, life in list(self._alive.values()):
-            storage = reference()
-            if storage is not None and (size := self._size(storage)) != life.sizes[-1][1]:
-                life.sizes.append((self._now, size))
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Note the size of a storage that may have another one: the next operator finds it so."""
+        if self._knows(storage):
+            life, size = self._alive[storage._cdata][1], self._size(storage)
+            if size != life.sizes[-1][1]:
+                life.sizes.append((self._now + 1, size))
 
     # -- operators ----------------------------------------------------------------------------
 
@@ -243,18 +245,16 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in inputs:
             self._know_earlier(tensor)
         self._event_times.append(time.perf_counter())
-        result = func(*args, **kwargs)
+        result = self._remembered.call(func, args, kwargs)
         name = func._schema.name.removeprefix("aten::")
         if is_collective(name):
             self._note_collective(name, func._schema, args, result)
             return result
         results = tensors_in(result)
-        known = len(self.record.lives)
         for tensor in results:
             self._know(tensor)
-        # Memory is most where some is taken. `set_` gives a storage that is too small its bytes.
-        if len(self.record.lives) > known or name == "set_":
-            self._poll()
+            if name in _RESIZE and (storage := self._counted.storage(tensor)) is not None:
+                self._resized(storage)
         counted = any(map(self._counted.has, (*results, *inputs)))
         if counted and not func.is_view and name not in _FREE:
             cost = cost_of(func._schema, args, kwargs, results, inputs)
@@ -287,7 +287,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record.fused = True
         for tensor in results:
             self._know(tensor)
-        self._poll()
         nbytes = nbytes_of([*results, *inputs])
         self.record.operations.append(Operation(name, self._now - 1, self._backward, 0.0, nbytes))
 
@@ -335,6 +334,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _QUESTIONS = frozenset({"prim::device", "aten::_local_scalar_dense"})
 """Operators that only tell something of a tensor. They are no events: optimizers ask for each
 parameter, so models of two depths would have no moments in common."""
+_RESIZE = frozenset({"set_", "resize_", "resize_as_", "resize_storage_bytes_"})
+"""Operators that may give a storage another size. `set_` gives one that is too small its bytes."""
 _FREE = frozenset(
     """
     detach empty empty_like empty_strided new_empty set_ resize_ lift_fresh alias

@@ -111,7 +111,21 @@ def local(settings: argparse.Namespace, mesh: ParallelMesh) -> System:
 
 def ddp(settings: argparse.Namespace, mesh: ParallelMesh) -> System:
     model, optimizer = build(settings)
-    return System("torch DDP", TorchDDP(model, gradient_as_bucket_view=True), optimizer)
+    wrapped = TorchDDP(model, gradient_as_bucket_view=True)
+    if settings.transport == "simulated":
+        wrapped.register_comm_hook(None, summed_bucket)
+    return System("torch DDP", wrapped, optimizer)
+
+
+def summed_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does by itself: its own hook takes the bucket from the group's future.
+
+    That of the simulated group has none.
+    """
+    dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def fsdp2(

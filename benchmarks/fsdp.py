@@ -48,7 +48,7 @@ from lamina.mesh import ParallelLayout, ParallelMesh, init_distributed
 from lamina.models import GPTModel, TransformerBlock, TransformerConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "testing" / "src"))
-from simulated_group import simulated_world
+from simulated_group import SimulatedNetwork, simulated_world
 
 from lamina_testing import Meter, live_bytes
 
@@ -113,11 +113,12 @@ def ddp(settings: argparse.Namespace, mesh: ParallelMesh) -> System:
     model, optimizer = build(settings)
     wrapped = TorchDDP(model, gradient_as_bucket_view=True)
     if settings.transport == "simulated":
-        wrapped.register_comm_hook(None, summed_bucket)
+        # A lambda, as torch compares annotations, which are strings in this file.
+        wrapped.register_comm_hook(None, lambda _, bucket: summed_bucket(bucket))
     return System("torch DDP", wrapped, optimizer)
 
 
-def summed_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def summed_bucket(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """What DDP does by itself: its own hook takes the bucket from the group's future.
 
     That of the simulated group has none.
@@ -220,14 +221,16 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def account(system: System, tokens: torch.Tensor) -> None:
+def account(system: System, tokens: torch.Tensor, network: SimulatedNetwork | None) -> None:
     """Count one step's copies, wire bytes and peak."""
-    before = live_bytes()
+    before, sent = live_bytes(), 0 if network is None else network.sent
     with Sent() as others, Meter(min_numel=1024) as meter, Ledger() as ledger:
         system.step(tokens)
     system.copied = meter.bytes_copied
     system.peak = meter.peak_live_bytes - before
     system.sent = ledger.bytes() or int(others.bytes)
+    if network is not None:  # its operators have tensors without elements
+        system.sent = network.sent - sent
 
 
 def activations(settings: argparse.Namespace, tokens: torch.Tensor) -> int:
@@ -244,7 +247,9 @@ def activations(settings: argparse.Namespace, tokens: torch.Tensor) -> int:
     return held
 
 
-def run(settings: argparse.Namespace) -> tuple[list[System], int]:
+def run(
+    settings: argparse.Namespace, network: SimulatedNetwork | None = None
+) -> tuple[list[System], int]:
     """All systems, measured, and the bytes of activations."""
     mesh = ParallelLayout().build("cpu")
     if settings.mbit:
@@ -268,7 +273,7 @@ def run(settings: argparse.Namespace) -> tuple[list[System], int]:
             system.step(tokens())
         gc.collect()
         system.resident = live_bytes() - before
-        account(system, tokens())
+        account(system, tokens(), network)
         systems.append(system)
     for _ in range(settings.rounds):
         for system in systems:
@@ -358,8 +363,8 @@ def main() -> None:
         settings.systems = [name for name in MAKERS if name not in left_out]
     if settings.transport == "simulated":
         torch.set_num_threads(1)
-        with simulated_world(settings.ranks, 1.0, torch.device("cpu")):
-            report(*run(settings), settings)
+        with simulated_world(settings.ranks, 1.0, torch.device("cpu")) as network:
+            report(*run(settings, network), settings)
         return
     if "RANK" not in os.environ:
         launch(settings)

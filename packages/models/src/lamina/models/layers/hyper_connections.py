@@ -67,8 +67,8 @@ class _DoublyStochastic(torch.autograd.Function):
     """Matrices whose rows and columns have the sum one (Sinkhorn and Knopp, 1967).
 
     Columns and rows are divided by their sums, in turn, from and to columns. Only the sums are kept
-    for backward, which multiplies by them to have each matrix again. Autograd would keep two
-    matrices for each division.
+    for backward, which multiplies by them to have each matrix again. Autograd would keep each
+    matrix beside its sums.
     """
 
     @staticmethod

@@ -102,6 +102,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counted, self._states, self._rounded = Counted(device), states, rounded
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Life]] = {}
         self._remembered = Remembered()
+        self._changed: dict[int, tuple[weakref.ref[torch.UntypedStorage], Life]] = {}
         self._ledger = Ledger()
         self._earlier_events = 0  # of finished records
         self._event_times: list[float] = []
@@ -155,6 +156,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _finish(self) -> None:
         self._ledger.__exit__()
+        self._poll()
         self._name_states()
         for life in self.record.lives:
             if life.category == "optimizer state" and life.died is not None:
@@ -168,6 +170,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, name: str) -> None:
         """Begin a phase, such as `optimizer`."""
+        self._poll()
         self.record.marks.append((self._now, name))
 
     def _name_states(self) -> None:
@@ -221,11 +224,17 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record.lives.append(life)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Note the size of a storage that may have another one: the next operator finds it so."""
+        """Remember a storage that may have another size now, until `_poll`."""
         if self._knows(storage):
-            life, size = self._alive[storage._cdata][1], self._size(storage)
-            if size != life.sizes[-1][1]:
-                life.sizes.append((self._now + 1, size))
+            self._changed[storage._cdata] = self._alive[storage._cdata]
+
+    def _poll(self) -> None:
+        """Note storages that were resized since the last look."""
+        for reference, life in self._changed.values():
+            storage = reference()
+            if storage is not None and (size := self._size(storage)) != life.sizes[-1][1]:
+                life.sizes.append((self._now, size))
+        self._changed.clear()
 
     # -- operators ----------------------------------------------------------------------------
 
@@ -251,10 +260,14 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_collective(name, func._schema, args, result)
             return result
         results = tensors_in(result)
+        known = len(self.record.lives)
         for tensor in results:
             self._know(tensor)
             if name in _RESIZE and (storage := self._counted.storage(tensor)) is not None:
                 self._resized(storage)
+        # Memory is most where some is taken. `set_` gives a storage that is too small its bytes.
+        if len(self.record.lives) > known or name == "set_":
+            self._poll()
         counted = any(map(self._counted.has, (*results, *inputs)))
         if counted and not func.is_view and name not in _FREE:
             cost = cost_of(func._schema, args, kwargs, results, inputs)
@@ -287,6 +300,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record.fused = True
         for tensor in results:
             self._know(tensor)
+        self._poll()
         nbytes = nbytes_of([*results, *inputs])
         self.record.operations.append(Operation(name, self._now - 1, self._backward, 0.0, nbytes))
 
@@ -335,7 +349,7 @@ _QUESTIONS = frozenset({"prim::device", "aten::_local_scalar_dense"})
 """Operators that only tell something of a tensor. They are no events: optimizers ask for each
 parameter, so models of two depths would have no moments in common."""
 _RESIZE = frozenset({"set_", "resize_", "resize_as_", "resize_storage_bytes_"})
-"""Operators that may give a storage another size. `set_` gives one that is too small its bytes."""
+"""Operators that may give a storage another size."""
 _FREE = frozenset(
     """
     detach empty empty_like empty_strided new_empty set_ resize_ lift_fresh alias

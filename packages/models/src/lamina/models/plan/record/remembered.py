@@ -51,7 +51,7 @@ class Remembered:
 
 
 _UNKNOWN = object()
-"""A key of arguments that are told from others by more than their shapes."""
+"""Stands for arguments whose shapes do not say all, and for results that are not known yet."""
 _PLAIN: tuple[type, ...] = (
     *(int, float, complex, bool, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
